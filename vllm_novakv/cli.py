@@ -1,0 +1,107 @@
+"""The `novakv` command: fit, serve, inspect, doctor.
+
+`fit` and `serve` hand their arguments on untouched, so they accept exactly what calibration and `vllm serve` accept.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_novakv import __version__
+
+ATTENTION_BACKEND = "NOVAKV"
+
+DESCRIPTION = """Serve language models on vLLM with a 2-bit KV cache.
+
+  novakv fit --model MODEL       calibrate: fit the transforms and codebooks of a model (once)
+  novakv serve MODEL ...         the same as: vllm serve MODEL --attention-backend NOVAKV ...
+  novakv inspect ARTIFACT        show what was fitted
+  novakv doctor [MODEL]          check this machine and a model
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="novakv", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-novakv {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("fit", add_help=False, help="calibrate a model; see novakv fit --help")
+    commands.add_parser("serve", add_help=False, help="start an OpenAI-compatible server; takes vllm serve's options")
+
+    inspect = commands.add_parser("inspect", help="show what an artifact holds")
+    inspect.add_argument("artifact", type=Path, help="artifact directory, as printed by novakv fit")
+
+    doctor = commands.add_parser("doctor", help="check this machine and, if given, a model")
+    doctor.add_argument("model", nargs="?", help="model directory, or a hub name that is already downloaded")
+    doctor.add_argument("--artifact", type=Path, help="artifact to check (default: the one the server would find)")
+    doctor.add_argument("--sink-tokens", type=int, default=64, help="exact tokens at the start of a sequence")
+    doctor.add_argument("--recent-tokens", type=int, default=256, help="exact tokens at the end of a sequence")
+    doctor.add_argument("--skip-layers", type=int, nargs="*", default=[], help="layers left on vLLM's own cache")
+    return parser
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Run `vllm serve ARGUMENTS... --attention-backend NOVAKV`; returns when the server stops.
+
+    Raises:
+        ValueError: the arguments choose an attention backend themselves.
+    """
+    chosen = [argument for argument in arguments if argument.split("=")[0].replace("_", "-") == "--attention-backend"]
+    if chosen:
+        raise ValueError(
+            f"{chosen[0]} conflicts with novakv serve, which sets --attention-backend {ATTENTION_BACKEND}; "
+            "leave it out, or use vllm serve for another backend"
+        )
+    from vllm_novakv.vllm_launcher import run_vllm
+
+    # the backend goes first after the model so that help and error texts of vLLM stay as they are
+    if arguments and not arguments[0].startswith("-"):
+        head, rest = [arguments[0]], list(arguments[1:])
+    else:
+        head, rest = [], list(arguments)
+    run_vllm(["serve", *head, "--attention-backend", ATTENTION_BACKEND, *rest])
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments after `novakv`; None takes those of the process.
+
+    Returns:
+        0 on success; 1 if a check failed or an input was refused; 2 for a wrong command line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["serve"]:
+            return serve(arguments[1:])
+        if arguments[:1] == ["fit"]:
+            from vllm_novakv.calibration.command import main as fit
+
+            return fit(arguments[1:])
+
+        options = _parser().parse_args(arguments)
+        if options.command == "inspect":
+            from vllm_novakv.artifact import load
+            from vllm_novakv.inspection import describe_artifact
+
+            print(describe_artifact(load(options.artifact)))
+            return 0
+
+        from vllm_novakv.doctor import diagnose
+
+        report = diagnose(
+            options.model, options.artifact, options.sink_tokens, options.recent_tokens, tuple(options.skip_layers)
+        )
+        print(report)
+        return 1 if report.problems else 0
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"novakv: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

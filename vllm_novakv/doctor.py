@@ -1,0 +1,235 @@
+"""`novakv doctor`: say whether this machine, and a model on it, can be served with the 2-bit cache.
+
+Each check adds lines to one report; every line that would stop a server is also a problem and decides the exit code.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_novakv import __version__
+from vllm_novakv.support import ModelSupport, assess_model, decoder_config, vllm_version_problem
+from vllm_novakv.vllm_launcher import find_vllm_distribution
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_NAME = "novakv"
+BFLOAT16_BYTES = 2
+BAND_BLOCK_TOKENS = 16
+
+
+@dataclass
+class Report:
+    """Lines of `name: text` under headings, and the problems among them."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def heading(self, text: str) -> None:
+        self.lines.append(text)
+
+    def say(self, name: str, text: str) -> None:
+        self.lines.append(f"  {name:<16} {text}")
+
+    def problem(self, name: str, text: str) -> None:
+        self.say(name, f"PROBLEM: {text}")
+        self.problems.append(text)
+
+    def __str__(self) -> str:
+        verdict = "no problems found" if not self.problems else f"{len(self.problems)} problem(s) found"
+        return "\n".join([*self.lines, verdict])
+
+
+def _version_or_missing(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _describe_devices() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return f"{len(names)} GPU(s): {', '.join(names)}"
+    return f"no GPU; CPU: {_processor_name()}, {os.cpu_count()} threads"
+
+
+def check_environment(report: Report) -> None:
+    """Report versions, devices and whether vLLM will load the plugin."""
+    report.heading("Environment")
+    report.say("vllm-novakv", __version__)
+    report.say("python", platform.python_version())
+    report.say("torch", _version_or_missing("torch"))
+    report.say("triton", _version_or_missing("triton"))
+    installed = find_vllm_distribution()
+    if installed is None:
+        report.problem("vllm", "not installed: pip install 'vllm-novakv[cpu]' or 'vllm-novakv[gpu]'")
+    else:
+        name, version = installed
+        problem = vllm_version_problem(version)
+        report.say(name, version) if problem is None else report.problem(name, problem)
+    report.say("devices", _describe_devices())
+
+    found = [
+        entry for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP) if entry.name == PLUGIN_NAME
+    ]  # each installed copy lists one
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found:
+        report.problem("plugin", f"no {PLUGIN_GROUP} entry point {PLUGIN_NAME!r}: install with pip install .")
+    elif allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        report.problem("plugin", f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading it: add {PLUGIN_NAME!r} to it")
+    else:
+        report.say("plugin", f"{found[0].name} = {found[0].value}")
+
+
+def read_hf_config(model_dir: Path) -> Mapping[str, Any]:
+    """Parse config.json of a model directory.
+
+    Raises:
+        ValueError: the file is missing or is not a JSON object.
+    """
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{model_dir} holds no config.json; give the directory of a Hugging Face model") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download the model again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, not a JSON object; download the model again")
+    return config
+
+
+def _ranges(indices: tuple[int, ...]) -> str:
+    """Compact list of layer indices: (0, 1, 2, 5) becomes "0-2, 5"; nothing becomes "none"."""
+    parts: list[str] = []
+    start = previous = None
+    for index in (*indices, None):
+        if previous is not None and index == previous + 1:
+            previous = index
+            continue
+        if start is not None:
+            parts.append(f"{start}" if start == previous else f"{start}-{previous}")
+        start = previous = index
+    return ", ".join(parts) or "none"
+
+
+def check_model(report: Report, hf_config: Mapping[str, Any], skip_layers: tuple[int, ...] = ()) -> ModelSupport:
+    """Report whether the model is supported and which layers are quantized."""
+    support = assess_model(hf_config, skip_layers)
+    architectures = ", ".join(hf_config.get("architectures") or ["unknown"])
+    report.say("architecture", architectures)
+    num_heads = decoder_config(hf_config).get("num_attention_heads")
+    report.say("heads", f"{num_heads} query, {support.num_kv_heads} KV, size {support.head_size}")
+    report.say("quantized", f"layers {_ranges(support.quantized_layers)} of {support.num_layers}")
+    if support.bfloat16_layers:
+        report.say("kept as is", f"layers {_ranges(support.bfloat16_layers)}")
+    for note in support.notes:
+        report.say("note", note)
+    for problem in support.problems:
+        report.problem("support", problem)
+    return support
+
+
+def report_sizes(report: Report, support: ModelSupport, group_size: int, sink_tokens: int, recent_tokens: int) -> None:
+    """Report bytes per token against BF16, bits per element and the size of the exact band."""
+    from vllm_novakv.codec.layout import RecordLayout
+
+    if support.head_size is None or support.num_kv_heads is None:
+        return
+    layout = RecordLayout(head_size=support.head_size, group_size=group_size)
+    heads = support.num_kv_heads * len(support.quantized_layers)
+    token_bytes = heads * layout.record_bytes
+    exact_bytes = heads * 2 * support.head_size * BFLOAT16_BYTES
+    report.say("bits/element", f"{layout.bits_per_element:.4g} (BF16: 16)")
+    report.say("bytes/token", f"{token_bytes:,} (BF16: {exact_bytes:,}, {exact_bytes / token_bytes:.2f} times as much)")
+    # the recent window slides inside its blocks, so it can touch one block more than it fills
+    blocks = -(-sink_tokens // BAND_BLOCK_TOKENS) + -(-recent_tokens // BAND_BLOCK_TOKENS) + 1
+    mebibytes = blocks * BAND_BLOCK_TOKENS * exact_bytes / 2**20
+    report.say(
+        "band",
+        f"first {sink_tokens} and last {recent_tokens} tokens in BF16: up to {blocks} blocks of "
+        f"{BAND_BLOCK_TOKENS}, {mebibytes:.2f} MiB per sequence",
+    )
+
+
+def check_artifact(
+    report: Report, model: str, model_dir: Path, hf_config: Mapping[str, Any], artifact_dir: Path | None
+) -> int | None:
+    """Report which artifact the server would use and whether it belongs to the model.
+
+    Returns:
+        The artifact's group size; None if there is no usable artifact.
+    """
+    from vllm_novakv.artifact import load
+    from vllm_novakv.fingerprint import check_artifact_matches, default_artifact_dir, fingerprint_model
+
+    fingerprint = fingerprint_model(model_dir, hf_config)
+    directory = artifact_dir if artifact_dir is not None else default_artifact_dir(fingerprint)
+    report.say("artifact", str(directory))
+    if not directory.exists():
+        report.problem("artifact", f"not there yet; run `novakv fit --model {model}`")
+        return None
+    try:
+        artifact = load(directory)
+        check_artifact_matches(artifact, fingerprint)
+    except ValueError as error:
+        report.problem("artifact", str(error))
+        return None
+    calibration = artifact.manifest.calibration
+    report.say("fitted on", f"{calibration.num_tokens:,} tokens of {calibration.source}, {calibration.created}")
+    return artifact.manifest.group_size
+
+
+def diagnose(
+    model: str | None,
+    artifact_dir: Path | None = None,
+    sink_tokens: int = 64,
+    recent_tokens: int = 256,
+    skip_layers: tuple[int, ...] = (),
+) -> Report:
+    """Run every check.
+
+    Args:
+        model: directory or cached hub name of a model; None checks the environment alone.
+        artifact_dir: artifact to check; None takes the one that the server would find by itself.
+        sink_tokens: tokens at the start of a sequence that stay exact.
+        recent_tokens: tokens at the end of a sequence that stay exact.
+        skip_layers: layer indices left on vLLM's own cache.
+
+    Returns:
+        The report; it has problems exactly if a server would refuse to start.
+    """
+    report = Report()
+    check_environment(report)
+    if model is None:
+        return report
+    from vllm_novakv.fingerprint import resolve_model_dir
+
+    report.heading(f"Model {model}")
+    try:
+        model_dir = resolve_model_dir(model)
+        hf_config = read_hf_config(model_dir)
+    except ValueError as error:
+        report.problem("model", str(error))
+        return report
+    support = check_model(report, hf_config, skip_layers)
+    if support.is_supported:
+        group_size = check_artifact(report, model, model_dir, hf_config, artifact_dir)
+        report_sizes(report, support, group_size or 4, sink_tokens, recent_tokens)
+    return report
