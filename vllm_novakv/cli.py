@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,10 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check this machine and, if given, a model")
     doctor.add_argument("model", nargs="?", help="model directory, or a hub name that is already downloaded")
-    doctor.add_argument("--artifact", type=Path, help="artifact to check (default: the one the server would find)")
-    doctor.add_argument("--sink-tokens", type=int, default=64, help="exact tokens at the start of a sequence")
-    doctor.add_argument("--recent-tokens", type=int, default=256, help="exact tokens at the end of a sequence")
-    doctor.add_argument("--skip-layers", type=int, nargs="*", default=[], help="layers left on vLLM's own cache")
+    doctor.add_argument(
+        "--additional-config", default="{}", help="the JSON that the server would get, for example its novakv settings"
+    )
     return parser
 
 
@@ -91,11 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe_artifact(load(options.artifact)))
             return 0
 
+        from vllm_novakv.config import NovaKVConfig
         from vllm_novakv.doctor import diagnose
 
-        report = diagnose(
-            options.model, options.artifact, options.sink_tokens, options.recent_tokens, tuple(options.skip_layers)
-        )
+        try:
+            additional_config = json.loads(options.additional_config)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--additional-config is not valid JSON: {error}") from error
+        report = diagnose(options.model, NovaKVConfig.from_additional_config(additional_config))
         print(report)
         return 1 if report.problems else 0
     except (ValueError, ModuleNotFoundError) as error:

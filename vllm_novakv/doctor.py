@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from vllm_novakv import __version__
+from vllm_novakv.config import BAND_BLOCK_TOKENS, NovaKVConfig
 from vllm_novakv.support import ModelSupport, assess_model, decoder_config, vllm_version_problem
 from vllm_novakv.vllm_launcher import find_vllm_distribution
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "novakv"
 BFLOAT16_BYTES = 2
-BAND_BLOCK_TOKENS = 16
+DEFAULT_GROUP_SIZE = 4
 
 
 @dataclass
@@ -146,7 +147,7 @@ def check_model(report: Report, hf_config: Mapping[str, Any], skip_layers: tuple
     return support
 
 
-def report_sizes(report: Report, support: ModelSupport, group_size: int, sink_tokens: int, recent_tokens: int) -> None:
+def report_sizes(report: Report, support: ModelSupport, group_size: int, config: NovaKVConfig) -> None:
     """Report bytes per token against BF16, bits per element and the size of the exact band."""
     from vllm_novakv.codec.layout import RecordLayout
 
@@ -159,11 +160,11 @@ def report_sizes(report: Report, support: ModelSupport, group_size: int, sink_to
     report.say("bits/element", f"{layout.bits_per_element:.4g} (BF16: 16)")
     report.say("bytes/token", f"{token_bytes:,} (BF16: {exact_bytes:,}, {exact_bytes / token_bytes:.2f} times as much)")
     # the recent window slides inside its blocks, so it can touch one block more than it fills
-    blocks = -(-sink_tokens // BAND_BLOCK_TOKENS) + -(-recent_tokens // BAND_BLOCK_TOKENS) + 1
+    blocks = (config.sink_tokens + config.recent_tokens) // BAND_BLOCK_TOKENS + 1
     mebibytes = blocks * BAND_BLOCK_TOKENS * exact_bytes / 2**20
     report.say(
         "band",
-        f"first {sink_tokens} and last {recent_tokens} tokens in BF16: up to {blocks} blocks of "
+        f"first {config.sink_tokens} and last {config.recent_tokens} tokens in BF16: up to {blocks} blocks of "
         f"{BAND_BLOCK_TOKENS}, {mebibytes:.2f} MiB per sequence",
     )
 
@@ -196,21 +197,12 @@ def check_artifact(
     return artifact.manifest.group_size
 
 
-def diagnose(
-    model: str | None,
-    artifact_dir: Path | None = None,
-    sink_tokens: int = 64,
-    recent_tokens: int = 256,
-    skip_layers: tuple[int, ...] = (),
-) -> Report:
+def diagnose(model: str | None, config: NovaKVConfig) -> Report:
     """Run every check.
 
     Args:
         model: directory or cached hub name of a model; None checks the environment alone.
-        artifact_dir: artifact to check; None takes the one that the server would find by itself.
-        sink_tokens: tokens at the start of a sequence that stay exact.
-        recent_tokens: tokens at the end of a sequence that stay exact.
-        skip_layers: layer indices left on vLLM's own cache.
+        config: the settings that the server would get; `config.artifact` None means the artifact that it would find.
 
     Returns:
         The report; it has problems exactly if a server would refuse to start.
@@ -228,8 +220,8 @@ def diagnose(
     except ValueError as error:
         report.problem("model", str(error))
         return report
-    support = check_model(report, hf_config, skip_layers)
+    support = check_model(report, hf_config, config.skip_layers)
     if support.is_supported:
-        group_size = check_artifact(report, model, model_dir, hf_config, artifact_dir)
-        report_sizes(report, support, group_size or 4, sink_tokens, recent_tokens)
+        group_size = check_artifact(report, model, model_dir, hf_config, config.artifact)
+        report_sizes(report, support, group_size or DEFAULT_GROUP_SIZE, config)
     return report

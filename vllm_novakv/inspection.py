@@ -37,10 +37,10 @@ def describe_artifact(artifact: Artifact) -> str:
     lines = [
         f"model        {model.architecture}, {manifest.num_layers} layers, {manifest.num_kv_heads} KV heads "
         f"of size {manifest.head_size} (fingerprint {model.digest()})",
-        f"format       version {manifest.format_version}: {layout.num_groups} groups of {layout.group_size} dimensions, "
-        f"{manifest.num_centroids} centroids each in {manifest.codebook_dtype}",
-        f"size         {layout.record_bytes} bytes per token and KV head, {layout.bits_per_element:.4g} bits per element "
-        "(BF16: 16)",
+        f"format       version {manifest.format_version}: {layout.num_groups} groups of {layout.group_size} "
+        f"dimensions, {manifest.num_centroids} centroids each in {manifest.codebook_dtype}",
+        f"size         {layout.record_bytes} bytes per token and KV head, {layout.bits_per_element:.4g} bits per "
+        "element (BF16: 16)",
         f"calibration  {calibration.num_tokens:,} tokens of {calibration.source} in sequences of "
         f"{calibration.seq_len:,}, seed {calibration.seed}, vLLM {calibration.vllm_version}, {calibration.created}",
         "",
