@@ -1,0 +1,1 @@
+"""vLLM integration: attention backend, cache specs and the band's block manager."""

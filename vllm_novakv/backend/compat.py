@@ -1,0 +1,149 @@
+"""Every vLLM name that may move between releases, imported in one place (checked against 0.32 and 0.33).
+
+The rest of ``vllm_novakv.backend`` imports from here. A shim carries its reason and the condition under which it can
+go. The two wrapped platform methods live in ``plugin.py``, which must not import anything heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    KVQuantMode,
+    replace_as,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionBackendEnum",
+    "AttentionCGSupport",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionLayerBase",
+    "AttentionMetadataBuilder",
+    "AttentionSpec",
+    "AttentionType",
+    "BlockHashList",
+    "BlockPool",
+    "CommonAttentionMetadata",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "KVCacheBlock",
+    "KVCacheLayout",
+    "KVCacheSpec",
+    "KVQuantMode",
+    "MultipleOf",
+    "Request",
+    "SingleTypeKVCacheManager",
+    "VllmConfig",
+    "extract_layer_index",
+    "get_current_vllm_config",
+    "get_forward_context",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "init_logger",
+    "layer_metadata",
+    "num_uncached_free_blocks",
+    "register_spec",
+    "replace_as",
+    "resolve_block_hashes",
+    "split_decodes_and_prefills",
+    "stock_backend_like",
+    "vllm_version",
+]
+
+
+def register_spec(
+    spec_cls: type[KVCacheSpec], manager_cls: type[SingleTypeKVCacheManager], base_spec_cls: type[KVCacheSpec]
+) -> None:
+    """Register a cache spec with its block manager.
+
+    vLLM registers its own specs only while the registry is empty, so they must come first: otherwise the sliding-window
+    layers of a mixed model would have no manager. Can go when ``KVCacheSpecRegistry.register`` does this itself.
+    """
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(spec_cls, manager_cls, uniform_type_base_spec=base_spec_cls)
+
+
+def num_uncached_free_blocks(block_pool: BlockPool) -> int:
+    """Free blocks that certainly hold no cached prefix (a lower bound: cached blocks in use are subtracted too).
+
+    Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
+    """
+    return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
+
+
+def layer_metadata(layer_name: str) -> tuple[Any, Any]:
+    """Attention metadata and slot mapping of a layer in the current forward pass, ``None`` during profiling.
+
+    vLLM's ``get_attention_context`` wants a slot mapping that is a dict and fails in the profiling pass, where there is
+    none. Can go when it accepts that.
+    """
+    context = get_forward_context()
+    metadata = context.attn_metadata
+    if isinstance(metadata, list):
+        metadata = metadata[0]
+    slots = context.slot_mapping
+    return (
+        metadata.get(layer_name) if isinstance(metadata, dict) else None,
+        slots.get(layer_name) if isinstance(slots, dict) else None,
+    )
+
+
+def stock_backend_like(vllm_config: VllmConfig, layer: Any) -> type[AttentionBackend]:
+    """The backend that vLLM would choose for ``layer`` if none had been selected.
+
+    0.32 cannot tell a skipped layer from a quantized one when it selects backends, so the choice is repeated after
+    loading. Can go when 0.33 is the oldest supported release: there a cache type of our own marks the skipped layers.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    attention = vllm_config.attention_config
+    selected, per_kind = attention.backend, attention.backend_per_kind
+    attention.backend, attention.backend_per_kind = None, {}
+    try:
+        with set_current_vllm_config(vllm_config):
+            return get_attn_backend(
+                layer.head_size,
+                layer.dtype,
+                layer.kv_cache_dtype,
+                has_sink=getattr(layer.impl, "sinks", None) is not None,
+                num_heads=layer.num_heads,
+            )
+    finally:
+        attention.backend, attention.backend_per_kind = selected, per_kind
+
+
+def vllm_version() -> str:
+    """Version of the running vLLM; the CPU wheel is a distribution of another name, so metadata cannot be asked."""
+    import vllm
+
+    return str(vllm.__version__)

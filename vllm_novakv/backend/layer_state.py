@@ -1,0 +1,124 @@
+"""What one quantized layer owns: its codec, and the pseudo-layer through which vLLM manages its band."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_novakv import artifact as artifacts
+from vllm_novakv.backend.compat import (
+    AttentionBackend,
+    AttentionLayerBase,
+    VllmConfig,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm_novakv.backend.specs import CacheShape, NovaBandSpec
+from vllm_novakv.codec.quantizer import LayerCodec
+from vllm_novakv.config import BAND_BLOCK_TOKENS, HistoryFormat, NovaKVConfig
+
+if TYPE_CHECKING:
+    from vllm_novakv.artifact import Artifact
+
+BAND_SUFFIX = ".novakv_band"
+
+
+@lru_cache(maxsize=1)
+def load_artifact(directory: Path) -> Artifact:
+    """Load and verify the artifact once per process: every layer asks for it."""
+    return artifacts.load(directory)
+
+
+def local_codec(directory: Path, layer_index: int, num_kv_heads: int, device: torch.device) -> LayerCodec:
+    """The codec of this tensor-parallel rank's KV heads.
+
+    Args:
+        directory: the artifact's folder.
+        layer_index: index of the attention layer in the model.
+        num_kv_heads: KV heads on this rank.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: the artifact has no such layer.
+    """
+    artifact = load_artifact(directory)
+    if layer_index not in artifact.layers:
+        raise ValueError(
+            f"the artifact in {directory} has no attention layer {layer_index} (it has "
+            f"{sorted(artifact.layers)}); fit it again with `novakv fit`, or list the layer in skip_layers"
+        )
+    codec = artifact.layers[layer_index]
+    # Heads are dealt in order; with more ranks than KV heads, vLLM gives consecutive ranks the same head.
+    first_head = get_tensor_model_parallel_rank() * codec.num_kv_heads // get_tensor_model_parallel_world_size()
+    return codec.shard(first_head, num_kv_heads).to(device)
+
+
+class BandLayer(AttentionLayerBase):
+    """Pseudo-layer that owns a layer's band: vLLM gives it blocks, a block table and a slot mapping like any layer.
+
+    Not an ``nn.Module``, so that it is in no state dict. Its ``kv_cache`` has blocks in the first dimension.
+
+    Args:
+        backend: the band's attention backend class, which builds its metadata.
+        config: the plugin's settings.
+        shape: sizes of the layer's caches.
+        num_kv_heads, head_size: of the layer.
+        dtype: type of a band element.
+        num_layers: quantized layers, for the start-up log.
+    """
+
+    def __init__(
+        self,
+        backend: type[AttentionBackend],
+        config: NovaKVConfig,
+        shape: CacheShape,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        num_layers: int,
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.shape = shape
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.dtype = dtype
+        self.num_layers = num_layers
+        self.kv_cache = torch.tensor([])
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """View the bytes ``[B, H, 16, content]`` as elements ``[B, H, 16, 2 * head_size]``."""
+        self.kv_cache = kv_cache.view(self.dtype)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The band's backend class."""
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> NovaBandSpec:
+        """The band's cache spec."""
+        return NovaBandSpec(
+            block_size=BAND_BLOCK_TOKENS,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=torch.uint8,
+            state_content_bytes=self.shape.band_content_bytes(self.head_size),
+            page_size_padded=self.shape.page_bytes(self.num_kv_heads, self.head_size),
+            dcp_sharded=False,
+            sink_tokens=self.config.sink_tokens,
+            recent_tokens=self.config.recent_tokens,
+            max_steps_in_flight=vllm_config.max_concurrent_batches,
+            max_model_len=vllm_config.model_config.max_model_len,
+            history_record_bytes=self.shape.record_bytes,
+            num_layers=self.num_layers,
+        )
+
+
+def cache_shape(config: NovaKVConfig, codec: LayerCodec | None, head_size: int, dtype: torch.dtype) -> CacheShape:
+    """Sizes of a layer's caches: the artifact's records and a BF16 band, or in exact mode the model's type for both."""
+    if config.history is HistoryFormat.EXACT:
+        return CacheShape(record_bytes=2 * head_size * dtype.itemsize, band_element_bytes=dtype.itemsize)
+    assert codec is not None
+    return CacheShape(record_bytes=codec.layout.record_bytes)

@@ -1,0 +1,93 @@
+"""The plugin's settings: read once from vLLM's ``--additional-config``, then passed on as a frozen object.
+
+vllm serve MODEL --attention-backend NOVAKV --additional-config '{"novakv": {"skip_layers": [0]}}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+ADDITIONAL_CONFIG_KEY = "novakv"
+BAND_BLOCK_TOKENS = 16
+
+
+class HistoryFormat(str, Enum):
+    """How the history is stored."""
+
+    QUANTIZED = "quantized"
+    """The 2-bit records that the fitted artifact describes."""
+    EXACT = "exact"
+    """Lossless keys and values in the model's type: for tests of the plumbing, uses more memory than no plugin."""
+
+
+class NovaKVConfig(BaseModel):
+    """Validated settings of one server.
+
+    Raises:
+        ValueError: an unknown key or a value outside its range; the text lists the known keys.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    artifact: Path | None = Field(
+        default=None,
+        description="Folder that calib/fit.py wrote; default: found by the model's fingerprint in the user's cache.",
+    )
+    sink_tokens: int = Field(
+        default=64, ge=0, le=4096, description="First tokens of a sequence kept in BF16; a multiple of 16."
+    )
+    recent_tokens: int = Field(
+        default=256, ge=16, le=8192, description="Latest tokens of a sequence kept in BF16; a multiple of 16."
+    )
+    skip_layers: tuple[int, ...] = Field(
+        default=(), description="Indices of attention layers that stay on vLLM's own backend, in the model's type."
+    )
+    history: HistoryFormat = Field(default=HistoryFormat.QUANTIZED, description="'exact' is for tests only.")
+
+    @field_validator("sink_tokens", "recent_tokens")
+    @classmethod
+    def _is_whole_band_blocks(cls, value: int) -> int:
+        if value % BAND_BLOCK_TOKENS:
+            raise ValueError(f"got {value}; must be a multiple of {BAND_BLOCK_TOKENS} (the band's block size)")
+        return value
+
+    @field_validator("skip_layers")
+    @classmethod
+    def _is_sorted_and_unique(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(index < 0 for index in value):
+            raise ValueError(f"got {list(value)}; layer indices start at 0")
+        return tuple(sorted(set(value)))
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | object) -> NovaKVConfig:
+        """Read the settings under the key ``novakv``.
+
+        Args:
+            additional_config: ``VllmConfig.additional_config``; anything that is not a mapping means "none given".
+
+        Returns:
+            The validated settings; all defaults where none were given.
+
+        Raises:
+            ValueError: with one line per wrong setting.
+        """
+        raw = additional_config.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(raw, Mapping):
+            raise ValueError(
+                f'--additional-config: "{ADDITIONAL_CONFIG_KEY}" is {raw!r}; it must be an object, '
+                f'for example {{"{ADDITIONAL_CONFIG_KEY}": {{"recent_tokens": 256}}}}'
+            )
+        try:
+            return cls(**raw)
+        except ValidationError as error:
+            known = ", ".join(cls.model_fields)
+            lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+            raise ValueError(
+                f'--additional-config: wrong setting under "{ADDITIONAL_CONFIG_KEY}": {"; ".join(lines)}. '
+                f"Known settings: {known}"
+            ) from error
