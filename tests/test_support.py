@@ -51,6 +51,7 @@ def test_other_head_sizes_are_refused_with_the_supported_ones(head_size):
         pytest.param({"attn_config": {"alibi": True}}, "ALiBi", id="alibi-nested"),
         pytest.param({"num_key_value_heads": 4}, "num_kv_heads=4", id="uneven-gqa"),
         pytest.param({"layer_types": ["linear_attention", "full_attention"] * 15}, "linear_attention", id="hybrid"),
+        pytest.param({"attention_chunk_size": 8192}, "chunked_attention", id="chunked"),
         pytest.param({"sliding_window": 4096}, "no layer is left", id="all-sliding"),
     ],
 )

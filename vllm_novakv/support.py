@@ -49,7 +49,7 @@ class ModelSupport:
         num_kv_heads: KV heads per layer; None likewise.
         num_layers: decoder layers.
         quantized_layers: layer indices whose cache is quantized.
-        bfloat16_layers: layer indices that keep vLLM's own cache (sliding or chunked windows, skipped layers).
+        bfloat16_layers: layer indices that keep vLLM's own cache (sliding windows, skipped layers).
         problems: why the model cannot be served, one sentence each; empty means supported.
         notes: what a user should know about a supported model.
     """
@@ -229,24 +229,24 @@ def assess_model(hf_config: Mapping[str, Any], skip_layers: Sequence[int] = ()) 
     unknown_skips = sorted(index for index in skip_layers if not 0 <= index < len(kinds))
     if unknown_skips:
         problems.append(f"skip_layers={unknown_skips} are not layers of this model, which has 0..{len(kinds) - 1}")
-    other_kinds = sorted(set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"})
+    other_kinds = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if other_kinds:
         problems.append(
-            f"layers of kind {', '.join(other_kinds)} beside attention are not supported yet; "
+            f"layers of kind {', '.join(other_kinds)} are not supported yet; "
             "serve the model without --attention-backend NOVAKV"
         )
     quantized = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in set(skip_layers))
     kept = tuple(i for i in range(len(kinds)) if i not in set(quantized))
     if kinds and not quantized and not other_kinds:
         problems.append(
-            "no layer is left to quantize (windowed layers and skip_layers stay as they are); "
+            "no layer is left to quantize (sliding-window layers and skip_layers stay as they are); "
             "serve the model without --attention-backend NOVAKV"
         )
 
-    windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    windowed = kinds.count("sliding_attention")
     notes = []
     if windowed:
-        notes.append(f"{windowed} of {len(kinds)} layers attend to a window only and stay on vLLM's own cache")
+        notes.append(f"{windowed} of {len(kinds)} layers attend to a sliding window and stay on vLLM's own cache")
     if config is not hf_config:
         notes.append("multimodal model: only the language decoder's cache is quantized")
     return ModelSupport(

@@ -108,7 +108,7 @@ def write_record(
     Raises:
         ValueError: settings or results hold something that JSON cannot, such as NaN.
     """
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     words = [Path(sys.argv[0]).name, *sys.argv[1:]] if command is None else list(command)
     record = {
         "name": name,
