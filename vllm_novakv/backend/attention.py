@@ -266,7 +266,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; ``query`` and ``output`` are ``[num_tokens, num_heads, head_size]``, others as in the cache update."""
+        """Attend; ``query`` and ``output`` are ``[num_tokens, num_heads, head_size]``, others as in the update."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{BACKEND_NAME} does not quantize its output")
         if attn_metadata is None:  # profiling

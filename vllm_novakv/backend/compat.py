@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
+from vllm.logger import init_logger as vllm_init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -78,6 +78,11 @@ __all__ = [
     "stock_backend_like",
     "vllm_version",
 ]
+
+
+def init_logger(module_name: str) -> Any:
+    """A logger below vLLM's own: vLLM configures handlers for names that begin with ``vllm.`` only."""
+    return vllm_init_logger(f"vllm.{module_name}")
 
 
 def register_spec(
