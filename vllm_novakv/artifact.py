@@ -325,9 +325,9 @@ def _parse_tensors(manifest: Manifest, content: bytes) -> dict[int, LayerCodec]:
         raise ArtifactError(f"{TENSORS_NAME} lacks {missing[0]}; {_ADVICE}")
     if unknown := sorted(set(tensors) - expected):
         raise ArtifactError(f"{TENSORS_NAME} has the unknown tensor {unknown[0]}; {_ADVICE}")
-    for name, tensor in tensors.items():
+    for name in sorted(expected):
         dtype = CODEBOOK_DTYPES[manifest.codebook_dtype] if name.endswith(".codebook") else torch.float32
-        _check_tensor(name, tensor, _expected_shape(manifest, name), dtype)
+        _check_tensor(name, tensors[name], _expected_shape(manifest, name), dtype)
     return {
         layer: LayerCodec(*(tensors[_tensor_name(layer, name)].float() for name in names))
         for layer in manifest.layer_indices
@@ -368,5 +368,5 @@ def _check_bases(layer: int, codec: LayerCodec) -> None:
 
 
 def _unwritable(directory: Path, error: OSError) -> ArtifactError:
-    reason = error.strerror or str(error)
+    reason = f"{error.strerror}: {error.filename}" if error.strerror else str(error)
     return ArtifactError(f"{directory}: the artifact cannot be written ({reason}); choose another --out directory")

@@ -258,7 +258,10 @@ def _safetensors_header(path: Path, file: BinaryIO) -> tuple[dict[str, Any], int
     try:
         if not 0 < length < _MAX_HEADER_BYTES:
             raise ValueError(f"header length {length}")
-        header = json.loads(file.read(length))
+        text = file.read(length)
+        if len(text) != length:
+            raise ValueError(f"header of {len(text)} bytes instead of {length}")
+        header = json.loads(text)
         if not isinstance(header, dict):
             raise ValueError("the header is not an object")
     except ValueError as error:
