@@ -47,6 +47,7 @@ def test_other_head_sizes_are_refused_with_the_supported_ones(head_size):
         pytest.param({"is_causal": False}, "both directions", id="not-causal"),
         pytest.param({"use_bidirectional_attention": True}, "both directions", id="bidirectional-gemma"),
         pytest.param({"architectures": ["FooForMaskedLM"]}, "both directions", id="masked-lm"),
+        pytest.param({"num_kv_shared_layers": 10}, "another layer's cache", id="kv-sharing"),
         pytest.param({"alibi": True}, "ALiBi", id="alibi"),
         pytest.param({"attn_config": {"alibi": True}}, "ALiBi", id="alibi-nested"),
         pytest.param({"num_key_value_heads": 4}, "num_kv_heads=4", id="uneven-gqa"),

@@ -21,6 +21,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_NAME = "novakv"
 BFLOAT16_BYTES = 2
 DEFAULT_GROUP_SIZE = 4
+# longer than any band: what a long sequence holds does not depend on its length
+LONG_SEQUENCE_TOKENS = 1_000_000
 
 
 @dataclass
@@ -149,6 +151,7 @@ def check_model(report: Report, hf_config: Mapping[str, Any], skip_layers: tuple
 
 def report_sizes(report: Report, support: ModelSupport, group_size: int, config: NovaKVConfig) -> None:
     """Report bytes per token against BF16, bits per element and the size of the exact band."""
+    from vllm_novakv.backend.band_geometry import BandGeometry
     from vllm_novakv.codec.layout import RecordLayout
 
     if support.head_size is None or support.num_kv_heads is None:
@@ -159,8 +162,7 @@ def report_sizes(report: Report, support: ModelSupport, group_size: int, config:
     exact_bytes = heads * 2 * support.head_size * BFLOAT16_BYTES
     report.say("bits/element", f"{layout.bits_per_element:.4g} (BF16: 16)")
     report.say("bytes/token", f"{token_bytes:,} (BF16: {exact_bytes:,}, {exact_bytes / token_bytes:.2f} times as much)")
-    # the recent window slides inside its blocks, so it can touch one block more than it fills
-    blocks = (config.sink_tokens + config.recent_tokens) // BAND_BLOCK_TOKENS + 1
+    blocks = BandGeometry(config.sink_tokens, config.recent_tokens).steady_blocks(LONG_SEQUENCE_TOKENS)
     mebibytes = blocks * BAND_BLOCK_TOKENS * exact_bytes / 2**20
     report.say(
         "band",

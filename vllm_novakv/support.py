@@ -190,6 +190,11 @@ def _architecture_problems(hf_config: Mapping[str, Any], config: Mapping[str, An
             f"kv_lora_rank={config['kv_lora_rank']} means multi-head latent attention (MLA), whose cache is already "
             "compressed into one latent vector; serve it without --attention-backend NOVAKV"
         )
+    if config.get("num_kv_shared_layers"):
+        problems.append(
+            f"num_kv_shared_layers={config['num_kv_shared_layers']}: layers that read another layer's cache are not "
+            "supported yet; serve the model without --attention-backend NOVAKV"
+        )
     if _has_alibi(config):
         problems.append(
             "the model uses ALiBi position biases, which the 2-bit attention does not apply; "
