@@ -15,6 +15,7 @@ addresses derives them from it, or, in a kernel, is tested against it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -220,6 +221,7 @@ def scale_byte_offset(plane_start: int, token: int) -> int:
     return plane_start + (chunk * SCALE_CHUNK_TOKENS + element) * SCALE_BYTES
 
 
+@cache
 def record_byte_offsets(layout: RecordLayout) -> torch.Tensor:
     """In-block byte offset of byte b of token p's record: the permutation between records and a block.
 
@@ -230,7 +232,7 @@ def record_byte_offsets(layout: RecordLayout) -> torch.Tensor:
         layout: the record layout.
 
     Returns:
-        int64 [BLOCK_TOKENS, record_bytes].
+        int64 [BLOCK_TOKENS, record_bytes], on the CPU; made once per layout and shared, so do not write to it.
 
     Source: engineering choice: the one definition that the reference, the kernels and the tests share.
     """

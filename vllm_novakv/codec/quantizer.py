@@ -31,6 +31,8 @@ MAX_CENTROIDS = 256
 
 _VALUE_LEVELS = 4
 _CODES_PER_BYTE = 4
+_LOW_CODE_OF_EACH_BYTE = 0x0303030303030303
+_WIDE_TYPES = {2: torch.float64, 4: torch.complex128}
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 # 8 MB of float64: no temporary of the codec is larger, however many tokens a call encodes.
 _CHUNK_ELEMENTS = 1 << 20
@@ -235,8 +237,11 @@ def gather_centroids(indices: torch.Tensor, codebook: torch.Tensor) -> torch.Ten
     """
     heads, groups, centroids, size = codebook.shape
     first = torch.arange(heads * groups, dtype=torch.int32, device=indices.device) * centroids
-    rows = indices.int() + first.view(heads, groups)
-    return codebook.reshape(-1, size).index_select(0, rows.flatten()).view(*indices.shape[:-1], groups * size)
+    rows = (indices.int() + first.view(heads, groups)).flatten()
+    # A centroid of 2 or 4 floats moves as one wide element, several times faster than as a row.
+    wide = _WIDE_TYPES.get(size)
+    table = codebook.reshape(-1, size) if wide is None else codebook.reshape(-1).view(wide)
+    return table.index_select(0, rows).view(torch.float32).view(*indices.shape[:-1], groups * size)
 
 
 def encode_values(value: torch.Tensor, value_transform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,12 +315,12 @@ def pack_records(
 
     Source: engineering choice: see codec/layout.py.
     """
-    # dim = c + 8 (4 byte + place): [..., byte, place, cell]
-    parts = codes.reshape(*codes.shape[:-1], layout.value_cell_bytes, _CODES_PER_BYTE, VALUE_CELLS)
-    packed = (parts << _code_shifts(codes.device)).sum(dim=-2, dtype=torch.uint8)
+    # dim = c + 8 (4 byte + place), so the codes are [byte, place, cell]: a 64-bit word holds one code of all 8 cells
+    words = codes.contiguous().view(torch.int64).view(*codes.shape[:-1], layout.value_cell_bytes, _CODES_PER_BYTE)
+    packed = (words << _code_shifts(codes.device)).sum(dim=-1)
     # [..., cell, byte]
-    values = packed.transpose(-1, -2).flatten(-2)
-    return torch.cat([indices, values, _scale_to_bytes(key_scale), _scale_to_bytes(value_scale)], dim=-1)
+    cells = packed.view(torch.uint8).view(*packed.shape, VALUE_CELLS).transpose(-1, -2)
+    return torch.cat([indices, cells.flatten(-2), _scale_to_bytes(key_scale), _scale_to_bytes(value_scale)], dim=-1)
 
 
 def unpack_records(
@@ -345,10 +350,12 @@ def unpack_records(
         )
     sizes = [layout.index_bytes, layout.value_bytes, 2, 2]
     indices, values, key_scale, value_scale = torch.split(records, sizes, dim=-1)
-    # [..., byte, 1, cell]
-    cells = values.reshape(*values.shape[:-1], VALUE_CELLS, layout.value_cell_bytes).transpose(-1, -2).unsqueeze(-2)
-    codes = (cells >> _code_shifts(records.device)) & (_VALUE_LEVELS - 1)
-    return indices, _bytes_to_scale(key_scale), codes.flatten(-3), _bytes_to_scale(value_scale)
+    # [..., byte, cell], where the 8 cells are one 64-bit word
+    cells = values.reshape(*values.shape[:-1], VALUE_CELLS, layout.value_cell_bytes).transpose(-1, -2)
+    words = cells.flatten(-2).view(torch.int64).unsqueeze(-1)
+    # [..., byte, place, cell]
+    codes = ((words >> _code_shifts(records.device)) & _LOW_CODE_OF_EACH_BYTE).view(torch.uint8).flatten(-2)
+    return indices, _bytes_to_scale(key_scale), codes, _bytes_to_scale(value_scale)
 
 
 def _check_vectors(name: str, vectors: torch.Tensor, heads: int, size: int) -> None:
@@ -370,8 +377,7 @@ def _to_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _code_shifts(device: torch.device) -> torch.Tensor:
-    # [place, 1]
-    return torch.arange(0, 8, 2, dtype=torch.uint8, device=device).unsqueeze(-1)
+    return torch.arange(0, 8, 2, dtype=torch.int64, device=device)
 
 
 def _scale_to_bytes(scale: torch.Tensor) -> torch.Tensor:
