@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_novakv.artifact import ArtifactError
 from vllm_novakv.backend.compat import VllmConfig, init_logger, vllm_version
 from vllm_novakv.backend.layer_state import load_artifact
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import ADDITIONAL_CONFIG_KEY, HistoryFormat, NovaKVConfig
+from vllm_novakv.fingerprint import (
+    check_artifact_matches,
+    default_artifact_dir,
+    fingerprint_model,
+    resolve_model_dir,
+)
 from vllm_novakv.plugin import BACKEND_NAME
 from vllm_novakv.support import assess_model, vllm_version_problem
 
@@ -116,12 +123,8 @@ def _unsupported_features(vllm_config: VllmConfig) -> Iterator[tuple[bool, str]]
 
 def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
     """Find, load and verify the artifact; a foreign one is refused."""
-    from vllm_novakv.artifact import ArtifactError, check_artifact_matches, default_artifact_dir
-    from vllm_novakv.fingerprint import fingerprint_model, resolve_model_dir
-
     model = vllm_config.model_config
-    model_dir = resolve_model_dir(model.model)
-    fingerprint = fingerprint_model(model_dir, model.hf_config.to_dict())
+    fingerprint = fingerprint_model(resolve_model_dir(model.model))
     directory = config.artifact or default_artifact_dir(fingerprint)
     fit = f"run `novakv fit --model {model.model}`"
     if not directory.is_dir():
