@@ -72,6 +72,8 @@ class QuantizedHistory:
         blocks = self.cache.flatten(2)[block_ids]
         records = blocks[..., offsets.flatten()].unflatten(-1, offsets.shape).transpose(2, 3).flatten(0, 2)
         indices, key_scale, codes, value_scale = unpack_records(records, layout)
+        # Bytes that no token wrote may name a centroid that a smaller codebook does not have.
+        indices = indices.clamp(max=codec.num_centroids - 1)
         keys = decode_keys(indices, key_scale, codec.codebook)
         values = decode_values(codes, value_scale)
         shape = (num_requests, num_blocks * BLOCK_TOKENS, codec.num_kv_heads, codec.head_size)
