@@ -4,6 +4,18 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Without a GPU the kernels run in Triton's interpreter, which Triton chooses when its own library is imported; the
+    # variable is gone again before anything else, vLLM above all, could see it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.experimental.gluon  # noqa: F401  loads triton.language, and is loaded later anyway
+    except ImportError:
+        pass
+    finally:
+        del os.environ["TRITON_INTERPRET"]
 
 PROJECT = Path(__file__).resolve().parent.parent
 SMOLLM2 = PROJECT / ".cache" / "SmolLM2-135M-Instruct"

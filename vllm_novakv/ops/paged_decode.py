@@ -1,0 +1,521 @@
+"""Attention of one query token per request over its paged history and band, split over the context.
+
+    o = (Σ_band w_j v_j + (Σ_history w_j ŵ_j) R_V^T) / (Σ w_j + e^sink),  w_j = exp(logit_j)
+
+Three launches, whose grids depend on shapes alone:
+
+1. fold and band, (request, KV head): q R_K^{-T} in fp16 relative to its largest element, q·k̄, and the exact keys.
+2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
+   maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
+   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16.
+3. merge, (request, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
+
+Partial results are [request, KV head, split, query head, dim]; the band's share is the last split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_novakv.codec.layout import BLOCK_TOKENS
+from vllm_novakv.ops.checks import check_attention_inputs
+from vllm_novakv.ops.tables import PackedHistory
+from vllm_novakv.ops.tiles import (
+    BLOCK,
+    LOG2E,
+    MASKED,
+    centroid_element,
+    load_centroid_words,
+    load_indices,
+    load_scales,
+    load_value_words,
+    log2_scale,
+    soft_cap,
+    split_position,
+    tile_tokens,
+    unpack_values,
+)
+
+MAX_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 16
+"""History programs that shall exist per multiprocessor, so that the last wave is short."""
+
+_MIN_QUERY_ROWS = 8
+_MAX_GROUP = 16
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeWorkspace:
+    """Scratch of `paged_decode`, to be allocated before CUDA graphs are captured and shared by all layers.
+
+    Args:
+        folded: fp16, queries in the key basis.
+        row_scales: f32, two numbers per query row.
+        partial_output: f32, weighted values per split.
+        partial_weights: f32, maximum and sum per split.
+    """
+
+    folded: torch.Tensor
+    row_scales: torch.Tensor
+    partial_output: torch.Tensor
+    partial_weights: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, max_requests: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """Scratch for batches of up to max_requests, whatever their contexts.
+
+        Args:
+            max_requests: largest number of requests in one call.
+            num_heads, num_kv_heads, head_size: of the model.
+            device: where the caches are.
+        """
+        rows = query_rows(num_heads, num_kv_heads)
+        pairs = max_requests * num_kv_heads
+        # num_splits(n) * n <= target + n, and one more for the band
+        parts = _target_programs(device) + 2 * pairs
+        return cls(
+            folded=torch.empty(pairs * rows * head_size, dtype=torch.float16, device=device),
+            row_scales=torch.empty(2 * pairs * rows, dtype=torch.float32, device=device),
+            partial_output=torch.empty(parts * rows * head_size, dtype=torch.float32, device=device),
+            partial_weights=torch.empty(2 * parts * rows, dtype=torch.float32, device=device),
+        )
+
+
+def query_rows(num_heads: int, num_kv_heads: int) -> int:
+    """Rows of a query tile: the query heads of a KV head, padded to 8 or 16."""
+    return max(_MIN_QUERY_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
+
+
+def num_splits(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
+    """Parts of each request's context: a function of the batch's shape alone, so that a CUDA graph can hold it."""
+    return max(1, min(MAX_SPLITS, triton.cdiv(_target_programs(device), num_requests * num_kv_heads)))
+
+
+def _target_programs(device: torch.device) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return PROGRAMS_PER_PROCESSOR * processors
+
+
+@triton.jit
+def _fold_band_kernel(
+    query_ptr,
+    mean_ptr,
+    inverse_ptr,
+    band_ptr,
+    band_table_ptr,
+    seq_lens_ptr,
+    folded_ptr,
+    row_scales_ptr,
+    partial_ptr,
+    weights_ptr,
+    query_stride_t,
+    query_stride_h,
+    band_stride_b,
+    band_stride_h,
+    band_stride_t,
+    band_table_stride,
+    num_parts,
+    scale,
+    cap,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BAND_BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + r)
+    if seq_len <= 0:
+        return
+    L: tl.constexpr = D // 4
+    K: tl.constexpr = 32
+    pair = r * tl.num_programs(1) + h
+    g = tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    k = tl.arange(0, K)
+    is_row = g < G
+    query_rows_ptr = query_ptr + r * query_stride_t + (h * G + g)[:, None].to(tl.int64) * query_stride_h
+
+    # 1. q R_K^{-T} and q·k̄
+    folded = tl.zeros([ROWS, D], tl.float32)
+    offset = tl.zeros([ROWS], tl.float32)
+    for first in tl.static_range(0, D, K):
+        # [ROWS, K], [K, D]
+        q = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + h * D + first + k)
+        inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
+        folded = tl.dot(q, inverse, folded, input_precision="tf32x3")
+        offset += tl.sum(q * mean[None, :], 1)
+    largest = tl.max(tl.abs(folded), 1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    # planes by element of the group: [4, ROWS, L]
+    place = (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
+    tl.store(folded_ptr + pair * ROWS * D + place, (folded / largest[:, None]).to(tl.float16))
+    tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest)
+    tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset)
+
+    # 2. exact keys: [sink | recent], places past the sequence or listed twice are masked
+    q = tl.load(query_rows_ptr + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+    m = tl.full([ROWS], MASKED, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, D], tl.float32)
+    for first in range(0, SINK + RECENT, N):
+        i = first + tl.arange(0, N)
+        is_sink = i < SINK
+        j = tl.where(is_sink, i, seq_len - RECENT + i - SINK)
+        is_key = (j < seq_len) & (is_sink | (j >= SINK)) & (i < SINK + RECENT)
+        block = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_key, other=0).to(tl.int64)
+        is_key &= block > 0
+        # [N, D]
+        token_ptr = band_ptr + block * band_stride_b + h * band_stride_h + (j % BAND_BLOCK) * band_stride_t
+        key = tl.load(token_ptr[:, None] + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
+        value = tl.load(token_ptr[:, None] + D + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
+        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+        if HAS_CAP:
+            logits = soft_cap(logits, cap)
+        logits = tl.where(is_key[None, :], logits * LOG2E, MASKED)
+        new_m = tl.maximum(m, tl.max(logits, 1))
+        weights = tl.where(is_key[None, :], tl.exp2(logits - new_m[:, None]), 0.0)
+        decay = tl.exp2(m - new_m)
+        total = total * decay + tl.sum(weights, 1)
+        output = tl.dot(weights, value, output * decay[:, None], input_precision=PRECISION)
+        m = new_m
+    part = (pair + 1) * num_parts - 1
+    tl.store(weights_ptr + part * 2 * ROWS + g, m)
+    tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, total)
+    tl.store(partial_ptr + part * ROWS * D + g[:, None] * D + d[None, :], output)
+
+
+@triton.jit
+def _history_kernel(
+    folded_ptr,
+    row_scales_ptr,
+    cache_ptr,
+    table_ptr,
+    block_table_ptr,
+    band_table_ptr,
+    seq_lens_ptr,
+    partial_ptr,
+    weights_ptr,
+    cache_stride_b,
+    cache_stride_h,
+    block_table_stride,
+    band_table_stride,
+    scale,
+    cap,
+    SPLITS: tl.constexpr,
+    SINK: tl.constexpr,
+    RECENT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    BAND_BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    split, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + r)
+    share = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK) * BLOCK
+    start = split * share
+    end = tl.minimum(start + share, seq_len)
+    pair = r * tl.num_programs(1) + h
+    part = pair * (SPLITS + 1) + split
+    g = tl.arange(0, ROWS)
+    if start >= end:
+        # an empty part: weight 0, and its output is never read
+        tl.store(weights_ptr + part * 2 * ROWS + g, tl.full([ROWS], MASKED, tl.float32))
+        tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, tl.zeros([ROWS], tl.float32))
+        return
+
+    L: tl.constexpr = D // 4
+    # [L, ROWS] per element of the group
+    query_ptr = folded_ptr + pair * ROWS * D + tl.arange(0, L)[:, None] + g[None, :] * L
+    q0 = tl.load(query_ptr)
+    q1 = tl.load(query_ptr + ROWS * L)
+    q2 = tl.load(query_ptr + 2 * ROWS * L)
+    q3 = tl.load(query_ptr + 3 * ROWS * L)
+    row_scale = tl.load(row_scales_ptr + pair * 2 * ROWS + g) * scale
+    row_offset = tl.load(row_scales_ptr + pair * 2 * ROWS + ROWS + g) * scale
+    head_table_ptr = table_ptr + h * L * 256
+    tokens = tile_tokens(N)
+
+    m = tl.full([ROWS], MASKED, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    value_total = tl.zeros([ROWS], tl.float32)
+    out0 = tl.zeros([64, ROWS], tl.float32)
+    out1 = tl.zeros([64, ROWS], tl.float32)
+    out2 = tl.zeros([64, ROWS], tl.float32)
+    out3 = tl.zeros([64, ROWS], tl.float32)
+    for tile in range(start, end, N):
+        entry, first = split_position(tile)
+        block = tl.load(block_table_ptr + r * block_table_stride + entry).to(tl.int64)
+        block_ptr = cache_ptr + block * cache_stride_b + h * cache_stride_h
+        places = first + tokens
+        j = tile + tokens
+        is_band = (j < SINK) | (j >= seq_len - RECENT)
+        held = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_band & (j < seq_len), other=0)
+        is_key = (j < end) & (held == 0)
+        indices = load_indices(block_ptr, places, L)
+        rho, s = load_scales(block_ptr, places, j < end, D)
+
+        # [N, ROWS]
+        words = tl.trans(load_centroid_words(head_table_ptr, indices, L))
+        logits = tl.dot(centroid_element(words, 0, IS_E5M2), q0)
+        logits = tl.dot(centroid_element(words, 1, IS_E5M2), q1, logits)
+        logits = tl.dot(centroid_element(words, 2, IS_E5M2), q2, logits)
+        logits = tl.dot(centroid_element(words, 3, IS_E5M2), q3, logits)
+        logits = logits * rho[:, None] * row_scale[None, :] + row_offset[None, :]
+        if HAS_CAP:
+            logits = soft_cap(logits, cap)
+        logits = tl.where(is_key[:, None], logits * LOG2E, MASKED)
+        new_m = tl.maximum(m, tl.max(logits + log2_scale(s)[:, None], 0))
+        weights = tl.where(is_key[:, None], tl.exp2(logits - new_m[None, :]), 0.0)
+        decay = tl.exp2(m - new_m)
+        # [N, ROWS]
+        value_weights = (weights * s[:, None]).to(tl.float16)
+        total = total * decay + tl.sum(weights, 0)
+        value_total = value_total * decay + tl.sum(value_weights.to(tl.float32), 0)
+        # [64, N] each
+        low, high = unpack_values(load_value_words(block_ptr, first, 0, D, N), N)
+        out0 = tl.dot(low, value_weights, out0 * decay[None, :])
+        if D >= 128:
+            out1 = tl.dot(high, value_weights, out1 * decay[None, :])
+        if D == 256:
+            low, high = unpack_values(load_value_words(block_ptr, first, 1, D, N), N)
+            out2 = tl.dot(low, value_weights, out2 * decay[None, :])
+            out3 = tl.dot(high, value_weights, out3 * decay[None, :])
+        m = new_m
+
+    tl.store(weights_ptr + part * 2 * ROWS + g, m)
+    tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, total)
+    value_offset = 5.5 * value_total[None, :]
+    output_ptr = partial_ptr + part * ROWS * D + g[None, :] * D + tl.arange(0, 64)[:, None]
+    tl.store(output_ptr, 4.0 * out0 - value_offset)
+    if D >= 128:
+        tl.store(output_ptr + 64, 4.0 * out1 - value_offset)
+    if D == 256:
+        tl.store(output_ptr + 128, 4.0 * out2 - value_offset)
+        tl.store(output_ptr + 192, 4.0 * out3 - value_offset)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr,
+    weights_ptr,
+    rotation_ptr,
+    sinks_ptr,
+    seq_lens_ptr,
+    output_ptr,
+    output_stride_t,
+    output_stride_h,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    G: tl.constexpr,
+    G_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair = r * tl.num_programs(1) + h
+    COLUMNS: tl.constexpr = 32
+    CHUNK: tl.constexpr = 4
+    g = tl.arange(0, G_PADDED)
+    d = tl.arange(0, D)
+    column = tl.arange(0, COLUMNS)
+    is_row = g < G
+    head_ptr = output_ptr + r * output_stride_t + (h * G + g)[:, None].to(tl.int64) * output_stride_h
+    if tl.load(seq_lens_ptr + r) <= 0:
+        for first in tl.static_range(0, D, COLUMNS):
+            zeros = tl.zeros([G_PADDED, COLUMNS], tl.float32).to(output_ptr.dtype.element_ty)
+            tl.store(head_ptr + first + column[None, :], zeros, mask=is_row[:, None])
+        return
+
+    # 1. weights of the parts: [G_PADDED, PARTS]
+    part = tl.arange(0, PARTS)
+    part_ptr = weights_ptr + (pair * (SPLITS + 1) + part)[None, :] * 2 * ROWS + g[:, None]
+    is_part = (part <= SPLITS)[None, :]
+    m = tl.load(part_ptr, mask=is_part, other=MASKED)
+    total = tl.load(part_ptr + ROWS, mask=is_part, other=0.0)
+    top = tl.max(tl.where(total > 0.0, m, MASKED), 1)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + h * G + g, mask=is_row, other=MASKED).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    denominator = tl.sum(tl.where(total > 0.0, tl.exp2(m - top[:, None]) * total, 0.0), 1)
+    if HAS_SINKS:
+        denominator += tl.exp2(sink - top)
+    denominator = tl.where(denominator > 0.0, denominator, 1.0)
+
+    # 2. history: [G_PADDED, D] in the rotated basis
+    history = tl.zeros([G_PADDED, D], tl.float32)
+    for first in range(0, SPLITS, CHUNK):
+        part = first + tl.arange(0, CHUNK)
+        chunk_ptr = weights_ptr + (pair * (SPLITS + 1) + part)[:, None] * 2 * ROWS + g[None, :]
+        is_part = (part < SPLITS)[:, None] & is_row[None, :]
+        total = tl.load(chunk_ptr + ROWS, mask=is_part, other=0.0)
+        is_part &= total > 0.0
+        weight = tl.where(is_part, tl.exp2(tl.load(chunk_ptr, mask=is_part, other=MASKED) - top[None, :]), 0.0)
+        # [CHUNK, G_PADDED, D]
+        values_ptr = partial_ptr + (pair * (SPLITS + 1) + part)[:, None, None] * ROWS * D
+        values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_part[:, :, None], other=0.0)
+        history += tl.sum(values * weight[:, :, None], 0)
+
+    # 3. rotate by R_V^T, add the band
+    band = pair * (SPLITS + 1) + SPLITS
+    band_m = tl.load(weights_ptr + band * 2 * ROWS + g)
+    band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g)
+    band_weight = tl.where(band_total > 0.0, tl.exp2(band_m - top), 0.0)
+    for first in tl.static_range(0, D, COLUMNS):
+        # R_V^T: [D, COLUMNS]
+        rotation = tl.load(rotation_ptr + h * D * D + d[:, None] + (first + column)[None, :] * D)
+        rotated = tl.dot(history, rotation, input_precision="tf32x3")
+        exact = tl.load(partial_ptr + band * ROWS * D + g[:, None] * D + (first + column)[None, :])
+        result = (rotated + exact * band_weight[:, None]) / denominator[:, None]
+        tl.store(head_ptr + (first + column)[None, :], result.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+
+
+def paged_decode(
+    query: torch.Tensor,
+    history: PackedHistory,
+    band_cache: torch.Tensor,
+    history_block_table: torch.Tensor,
+    band_block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sink_tokens: int,
+    recent_tokens: int,
+    logits_soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of one query token per request over its cached tokens (module docstring).
+
+    Args:
+        query: ``[num_requests, num_heads, head_size]``, fp16, bf16 or f32; the last dimension is contiguous.
+        history: the layer's history; its blocks and heads may have any stride.
+        band_cache: ``[num_blocks, num_kv_heads, 16, 2 * head_size]`` bf16.
+        history_block_table, band_block_table: ``[num_requests, max_blocks]`` int32; band entries of 0 are not held.
+        seq_lens: ``[num_requests]`` int32, tokens including the query's own; 0 for a padded row, which yields zeros.
+        scale: factor of the logits.
+        sink_tokens, recent_tokens: sizes of the exact parts.
+        logits_soft_cap: c of c·tanh(logit / c); 0 for none.
+        sinks: ``[num_heads]`` learned sink logits.
+        output: where the result goes, ``[num_requests, num_heads, head_size]`` of any float type; new and f32 if None.
+        workspace: scratch, required to outlive a captured CUDA graph; allocated here if None.
+        splits: parts of the context; chosen from the batch if None.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ValueError: a shape, type, device or stride is not as above.
+    """
+    num_requests, num_heads, head_size = query.shape
+    tables = history.tables
+    num_kv_heads = tables.codec.num_kv_heads
+    check_attention_inputs(query, history, band_cache, history_block_table, band_block_table, seq_lens)
+    if output is None:
+        output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    if num_requests == 0:
+        return output
+    group = num_heads // num_kv_heads
+    if group > _MAX_GROUP:
+        raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
+    rows = query_rows(num_heads, num_kv_heads)
+    if splits is None:
+        splits = num_splits(num_requests, num_kv_heads, query.device)
+    if workspace is None:
+        workspace = DecodeWorkspace.allocate(
+            max(num_requests, num_requests * (splits + 1) // 2 + 1), num_heads, num_kv_heads, head_size, query.device
+        )
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    _fold_band_kernel[(num_requests, num_kv_heads)](
+        query,
+        tables.codec.key_mean,
+        tables.codec.key_transform_inv_t,
+        band_cache,
+        band_block_table,
+        seq_lens,
+        workspace.folded,
+        workspace.row_scales,
+        workspace.partial_output,
+        workspace.partial_weights,
+        query.stride(0),
+        query.stride(1),
+        *band_cache.stride()[:3],
+        band_block_table.stride(0),
+        splits + 1,
+        scale,
+        logits_soft_cap,
+        SINK=sink_tokens,
+        RECENT=recent_tokens,
+        HAS_CAP=logits_soft_cap > 0,
+        G=group,
+        ROWS=rows,
+        D=head_size,
+        BAND_BLOCK=band_cache.shape[2],
+        N=32,
+        PRECISION="tf32" if is_half else "ieee",
+        num_warps=4,
+        num_stages=2,
+    )
+    _history_kernel[(splits, num_kv_heads, num_requests)](
+        workspace.folded,
+        workspace.row_scales,
+        history.cache,
+        tables.centroid_words,
+        history_block_table,
+        band_block_table,
+        seq_lens,
+        workspace.partial_output,
+        workspace.partial_weights,
+        history.cache.stride(0),
+        history.cache.stride(1),
+        history_block_table.stride(0),
+        band_block_table.stride(0),
+        scale,
+        logits_soft_cap,
+        SPLITS=splits,
+        SINK=sink_tokens,
+        RECENT=recent_tokens,
+        HAS_CAP=logits_soft_cap > 0,
+        IS_E5M2=tables.is_e5m2,
+        ROWS=rows,
+        D=head_size,
+        BAND_BLOCK=band_cache.shape[2],
+        N=BLOCK_TOKENS // 2,
+        num_warps=4,
+        num_stages=1,
+    )
+    _merge_kernel[(num_requests, num_kv_heads)](
+        workspace.partial_output,
+        workspace.partial_weights,
+        tables.codec.value_transform,
+        query if sinks is None else sinks,
+        seq_lens,
+        output,
+        output.stride(0),
+        output.stride(1),
+        SPLITS=splits,
+        PARTS=triton.next_power_of_2(splits + 1),
+        HAS_SINKS=sinks is not None,
+        G=group,
+        G_PADDED=triton.next_power_of_2(group),
+        ROWS=rows,
+        D=head_size,
+        num_warps=4,
+        num_stages=2,
+    )
+    return output

@@ -1,0 +1,90 @@
+"""Device tensors that the kernels read instead of the codec: the same numbers, laid out once for their access.
+
+centroid_words[h, l, c] = the 4 bytes (8-bit floats) of centroid c of group l, little-endian in one int32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_novakv.codec.quantizer import MAX_CENTROIDS, LayerCodec
+from vllm_novakv.ops.reference import QuantizedHistory
+
+KERNEL_GROUP_SIZE = 4
+"""Elements per group that the kernels support: a centroid is one 32-bit word of four 8-bit floats."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTables:
+    """What the kernels read of one layer's codec; built once, after loading.
+
+    Args:
+        codec: the layer's codec, on the kernels' device.
+        centroid_words: int32 [num_kv_heads, num_groups, 256]; centroids that do not exist are zero.
+        is_e5m2: whether the bytes are float8_e5m2; otherwise float8_e4m3fn.
+        centroids: f32 [num_kv_heads, 256, 5, num_groups]: elements 0 to 3, then ‖c‖²/2 (infinite where there is no
+            centroid), so that the search reads one row of groups at a time.
+        key_transform_planes: f32 [num_kv_heads, 4, head_size, num_groups], plane i holds columns i, i + 4, … of R_K.
+    """
+
+    codec: LayerCodec
+    centroid_words: torch.Tensor
+    is_e5m2: bool
+    centroids: torch.Tensor
+    key_transform_planes: torch.Tensor
+
+    @classmethod
+    def build(cls, codec: LayerCodec) -> KernelTables:
+        """Lay the codec's numbers out for the kernels.
+
+        Args:
+            codec: the layer's codec, on the kernels' device.
+
+        Returns:
+            The tables, on the same device.
+
+        Raises:
+            NotImplementedError: the codec's group size is not 4.
+            ValueError: a centroid is no value of an 8-bit float type.
+        """
+        if codec.group_size != KERNEL_GROUP_SIZE:
+            raise NotImplementedError(
+                f"group_size={codec.group_size} is not supported on a GPU: the kernels read groups of "
+                f"{KERNEL_GROUP_SIZE}; refit with --group-size {KERNEL_GROUP_SIZE}"
+            )
+        codebook = codec.codebook
+        dtype = next((t for t in (torch.float8_e4m3fn, torch.float8_e5m2) if _is_exact_in(codebook, t)), None)
+        if dtype is None:
+            raise ValueError("a centroid is no value of an 8-bit float type; refit the artifact with `novakv fit`")
+        _, groups, num_centroids, _ = codebook.shape
+        missing = MAX_CENTROIDS - num_centroids
+        words = codebook.to(dtype).contiguous().view(torch.int32).squeeze(-1)
+        half_norms = codebook.square().sum(dim=-1, keepdim=True) / 2
+        rows = torch.nn.functional.pad(torch.cat([codebook, half_norms], dim=-1), (0, 0, 0, missing))
+        rows[:, :, num_centroids:, KERNEL_GROUP_SIZE] = torch.inf
+        planes = codec.key_transform.unflatten(-1, (groups, KERNEL_GROUP_SIZE)).permute(0, 3, 1, 2)
+        return cls(
+            codec=codec,
+            centroid_words=torch.nn.functional.pad(words, (0, missing)).contiguous(),
+            is_e5m2=dtype is torch.float8_e5m2,
+            # [H, L, 256, 5] -> [H, 256, 5, L]
+            centroids=rows.permute(0, 2, 3, 1).contiguous(),
+            key_transform_planes=planes.contiguous(),
+        )
+
+
+@dataclass(frozen=True)
+class PackedHistory(QuantizedHistory):
+    """The packed history of one layer as the kernels read it; the reference reads it too.
+
+    Args:
+        tables: the layer's kernel tables.
+    """
+
+    tables: KernelTables
+
+
+def _is_exact_in(codebook: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((codebook.to(dtype).float() == codebook).all())
