@@ -147,6 +147,15 @@ def test_fingerprint_is_frozen_and_refuses_unknown_fields(tmp_path):
             },
             id="per-layer-type",
         ),
+        pytest.param({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, id="defaults"),
+        pytest.param(
+            {"max_position_embeddings": 32768, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768},
+            },
+            id="yarn-original-length",
+        ),
         pytest.param(
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": (3, 4)}},
             {"rope_scaling": {"long_factor": [3.0, 4.0], "short_factor": [1.0, 2.0], "rope_type": "longrope"}},

@@ -105,7 +105,7 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
             layer type.
 
     Returns:
-        Canonical JSON: sorted keys, every number a float, fields that are null or neutral left out.
+        Canonical JSON: sorted keys, every number a float, neutral fields left out, absent ones with their defaults.
 
     Source: engineering choice: keys are cached after RoPE, so another RoPE needs another artifact.
     """
@@ -117,6 +117,12 @@ def canonical_rope(config: Mapping[str, Any]) -> str:
             fields.update(per_layer_type if isinstance(per_layer_type, Mapping) else nested)
     old_name = fields.pop("type", None)
     fields["rope_type"] = fields.get("rope_type") or old_name or "default"
+    # What Transformers fills in when it reads the same config.json.
+    fields["rope_theta"] = fields.get("rope_theta") or 10000.0
+    if fields["rope_type"] != "default" and fields.get("original_max_position_embeddings") is None:
+        fields["original_max_position_embeddings"] = _first(
+            config, "original_max_position_embeddings", "max_position_embeddings"
+        )
     if fields.get("partial_rotary_factor") == 1.0:
         del fields["partial_rotary_factor"]
     stated = {key: _floats(value) for key, value in fields.items() if value is not None}
