@@ -296,6 +296,16 @@ def test_extreme_vectors_give_finite_records(magnitude):
     assert int(indices.max()) < codec.num_centroids
 
 
+def test_key_scale_beyond_bf16_is_clamped():
+    codec = identity_codec(centroids=((0.25,) * 4, (-0.25,) * 4))
+    keys = torch.full((2, 1, 64), BF16_MAX)
+    keys[1] = -BF16_MAX
+    indices, key_scale = encode_keys(keys, codec)
+    assert indices.flatten().tolist() == [0] * 16 + [1] * 16
+    assert key_scale.flatten().tolist() == [BF16_MAX, BF16_MAX]
+    assert bool(torch.isfinite(decode_keys(indices, key_scale, codec.codebook)).all())
+
+
 def test_non_finite_token_leaves_its_neighbours_alone():
     codec = sample_codec(2, 64, 4)
     keys, values = sample_keys(codec, 5), sample_values(codec, 5)
