@@ -1,5 +1,7 @@
 """Small synthetic codecs with the heavy spectrum of real keys, shared by the codec tests."""
 
+from functools import cache
+
 import torch
 
 from vllm_novakv.codec.quantizer import LayerCodec
@@ -27,8 +29,9 @@ def moment(vectors):
     return by_head.mT @ by_head
 
 
+@cache
 def sample_codec(num_heads=2, head_size=64, group_size=4, num_centroids=32, fp8="float8_e4m3fn", seed=0):
-    """A fitted-looking codec: bases from moments, centroids drawn from normalised transformed keys."""
+    """A fitted-looking codec, shared and so read-only: bases from moments, centroids drawn from transformed keys."""
     queries = heavy_vectors(512, num_heads, head_size, seed + 1, decades=2.0)
     keys = heavy_vectors(512, num_heads, head_size, seed + 2)
     values = heavy_vectors(512, num_heads, head_size, seed + 3, decades=1.0)
