@@ -232,6 +232,13 @@ def test_weights_sample_sixteen_evenly_spaced_tensors(tmp_path):
     assert seen == set(range(0, 46, 3))
 
 
+def test_weights_depend_on_the_number_of_tensors(tmp_path):
+    tensors = weights(31)
+    sampled = {name: tensors[name] for name in sorted(tensors)[::2]}
+    whole, part = write_model(tmp_path / "whole", tensors=tensors), write_model(tmp_path / "part", tensors=sampled)
+    assert sample_weights(whole) != sample_weights(part)
+
+
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17])
 def test_weights_of_few_tensors(tmp_path, count):
     assert len(sample_weights(write_model(tmp_path / "m", tensors=weights(count)))) == 64

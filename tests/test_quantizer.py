@@ -255,6 +255,8 @@ def test_zero_vectors_decode_to_zero():
     indices, key_scale = encode_keys(keys, codec)
     assert torch.equal(key_scale, torch.zeros_like(key_scale))
     assert torch.equal(decode_keys(indices, key_scale, codec.codebook), torch.zeros(3, 2, 64))
+    nearest_to_origin = codec.codebook.square().sum(dim=-1).argmin(dim=-1)
+    assert torch.equal(indices.long(), nearest_to_origin.expand(3, 2, 16))
     codes, value_scale = encode_values(torch.zeros(3, 2, 64), codec.value_transform)
     assert torch.equal(codes, torch.full_like(codes, 2))
     assert torch.equal(decode_values(codes, value_scale), torch.zeros(3, 2, 64))
