@@ -54,7 +54,7 @@ class RecordLayout:
     Raises:
         ValueError: head_size is not supported, or group_size does not divide it.
 
-    Source: engineering choice: `Bytes` in the package's design; sizes follow arXiv:2608.04074, section 8.1.
+    Source: engineering choice: see the module docstring; the fields are those of arXiv:2608.04074, section 8.1.
     """
 
     head_size: int
