@@ -24,20 +24,20 @@ def build_tiny_llama(directory: Path, **overrides: Any) -> Path:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = dict(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        initializer_range=0.12,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.12,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**(settings | overrides))).float()
     model.save_pretrained(directory)
@@ -58,15 +58,15 @@ def engine(model: Path, novakv: dict[str, Any] | None = None, **options: Any) ->
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    defaults: dict[str, Any] = dict(
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=not (model / "tokenizer.json").exists(),
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
-        disable_log_stats=False,
-        seed=0,
-    )
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
     if novakv is not None:
         defaults |= {"attention_backend": "NOVAKV", "additional_config": {"novakv": novakv}}
     llm = LLM(str(model), **(defaults | options))
@@ -84,12 +84,31 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> lis
     return [list(output.outputs[0].token_ids) for output in request_outputs(llm, prompts, max_tokens)]
 
 
-def request_outputs(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Any]:
+def request_outputs(
+    llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int, logprobs: int | None = None
+) -> list[Any]:
     """vLLM's outputs of all prompts, greedy, submitted together."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+
+
+def margin_at_first_difference(expected: Any, actual: Any) -> float | None:
+    """Log-probability by which ``expected`` preferred its token where ``actual`` first differs; None if it never does.
+
+    Args:
+        expected: a vLLM output with at least two log-probabilities per token.
+        actual: the output to compare.
+    """
+    tokens, others = expected.outputs[0].token_ids, actual.outputs[0].token_ids
+    for step, (token, other) in enumerate(zip(tokens, others, strict=True)):
+        if token != other:
+            best, second = sorted((entry.logprob for entry in expected.outputs[0].logprobs[step].values()))[:-3:-1]
+            return float(best - second)
+    return None
 
 
 def num_preemptions(llm: Any) -> int:
