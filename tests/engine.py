@@ -106,7 +106,7 @@ def margin_at_first_difference(expected: Any, actual: Any) -> float | None:
     tokens, others = expected.outputs[0].token_ids, actual.outputs[0].token_ids
     for step, (token, other) in enumerate(zip(tokens, others, strict=True)):
         if token != other:
-            best, second = sorted((entry.logprob for entry in expected.outputs[0].logprobs[step].values()))[:-3:-1]
+            best, second = sorted(entry.logprob for entry in expected.outputs[0].logprobs[step].values())[:-3:-1]
             return float(best - second)
     return None
 
