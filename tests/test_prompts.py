@@ -113,8 +113,8 @@ def test_read_prompts_refuses_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 
 def test_default_prompts_ship_and_are_long() -> None:
     (text,) = read_prompts(DEFAULT_PROMPTS)
-    # 34,816 tokens (32,768 and the held-out text) at fewer than 3.4 characters per token
-    assert len(text) > 3.4 * 34_816
+    # 34,816 tokens (32,768 and the held-out text) at 3.1 characters per token, few for a text of this mix
+    assert len(text) > 3.1 * 34_816
 
 
 # cutting

@@ -1,7 +1,8 @@
 """The calibration run: the model prefills the text inside vLLM while observers sit on its attention layers.
 
 vLLM serves the model, so what is observed is what the server will see: post-RoPE tensors, quantized weights, tensor
-parallelism. Each worker observes its own heads. One request runs at a time, in chunks, with stock attention.
+parallelism. Each worker observes its own heads. One request runs at a time, in chunks, with vLLM's stock attention
+backend (on a CPU its generic kernel is replaced by an equal, faster one).
 
     inspect_model, load_tokenizer    what is needed before the weights are loaded
     capture                          run the sequences, return moments, sampled keys and the held-out tensors
@@ -31,6 +32,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_novakv.calibration.cpu_attention import CausalMask, OneRequestAttention, is_replaceable
 from vllm_novakv.calibration.moments import LayerMoments, chunk_moments, empty_moments
 
 _CHUNK_TOKENS_CPU = 1024
@@ -212,6 +214,7 @@ def capture(
                 _prefill(llm, sequence, chunk_tokens, bar)
             llm.collective_rpc(_begin_heldout)
             _prefill(llm, plan.heldout, chunk_tokens, bar)
+        llm.collective_rpc(_finish)
         return {layer: _gather(llm.collective_rpc(_collect, args=(layer,))) for layer in attached}
 
 
@@ -431,6 +434,12 @@ def _attach(worker: Any, plan: CapturePlan, keep_dtype: torch.dtype) -> list[int
     worker.novakv_observers = {
         index: _LayerObserver(layers[index], plan, device, storage, keep_dtype) for index in sorted(layers)
     }
+    mask = CausalMask()
+    worker.novakv_attentions = [
+        OneRequestAttention(layer.impl, config.model_config.max_model_len, mask)
+        for layer in layers.values()
+        if is_replaceable(layer.impl)
+    ]
     return sorted(layers)
 
 
@@ -475,6 +484,12 @@ def _begin_heldout(worker: Any) -> None:
     """Runs in every worker: from now on keep tensors instead of summing them."""
     for observer in worker.novakv_observers.values():
         observer.is_heldout = True
+
+
+def _finish(worker: Any) -> None:
+    """Runs in every worker: free the attention's keys and values before the captures are collected."""
+    for attention in worker.novakv_attentions:
+        attention.restore()
 
 
 def _collect(worker: Any, layer: int) -> LayerCapture:
