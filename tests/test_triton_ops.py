@@ -12,6 +12,7 @@ if not HAS_GPU:
     # Triton decides when a kernel is decorated (see conftest.py); other tests of this process must not see it.
     os.environ["TRITON_INTERPRET"] = "1"
 try:
+    from vllm_novakv.ops import decode_history
     from vllm_novakv.ops import paged_decode as decode_op
     from vllm_novakv.ops import prefill as prefill_op
     from vllm_novakv.ops import store as store_op
@@ -117,12 +118,16 @@ def assert_as_precise_as_pytorch(actual, batch):
     assert relative_error(actual, exact) <= 2 * type_error + FLOOR[batch.scenario.dtype]
 
 
+@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=gpu)], ids=["triton", "cuda"])
 @pytest.mark.parametrize("scenario", cases(DECODE, GPU_DECODE))
-def test_decode_equals_dense_attention(scenario):
+def test_decode_equals_dense_attention(scenario, use_cuda):
+    if use_cuda and scenario.group > decode_history.MAX_ROWS:
+        pytest.skip("the CUDA kernel serves up to 8 query heads per KV head")
     batch = build(on(DEVICE, scenario))
     arguments = (batch.band_cache, batch.history_table, batch.band_table, batch.seq_lens, *batch.options)
     output = poisoned_output(batch.query)
-    decode_op.paged_decode(batch.query, packed(batch), *arguments, output=output, splits=None if HAS_GPU else 3)
+    splits = None if HAS_GPU else 3
+    decode_op.paged_decode(batch.query, packed(batch), *arguments, output=output, splits=splits, use_cuda=use_cuda)
     assert_as_precise_as_pytorch(output, batch)
     expected = reference.paged_decode(
         batch.query, reference.QuantizedHistory(batch.history_cache, batch.codec), *arguments

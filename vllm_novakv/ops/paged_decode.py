@@ -7,7 +7,8 @@ Three launches, whose grids depend on shapes alone:
 1. fold and band, (request, KV head): q R_K^{-T} in fp16 relative to its largest element, q·k̄, and the exact keys.
 2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
-   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16.
+   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
+   CUDA kernel of ops/decode_history.py takes this launch's place.
 3. merge, (request, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
 Partial results are [request, KV head, split, query head, dim]; the band's share is the last split.
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS
+from vllm_novakv.ops import decode_history
 from vllm_novakv.ops.checks import check_attention_inputs
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
@@ -359,15 +361,15 @@ def _merge_kernel(
     # 2. history: [G_PADDED, D] in the rotated basis
     history = tl.zeros([G_PADDED, D], tl.float32)
     for first in range(0, SPLITS, CHUNK):
-        part = first + tl.arange(0, CHUNK)
-        chunk_ptr = weights_ptr + (pair * (SPLITS + 1) + part)[:, None] * 2 * ROWS + g[None, :]
-        is_part = (part < SPLITS)[:, None] & is_row[None, :]
-        total = tl.load(chunk_ptr + ROWS, mask=is_part, other=0.0)
-        is_part &= total > 0.0
-        weight = tl.where(is_part, tl.exp2(tl.load(chunk_ptr, mask=is_part, other=MASKED) - top[None, :]), 0.0)
+        chunk = first + tl.arange(0, CHUNK)
+        chunk_ptr = weights_ptr + (pair * (SPLITS + 1) + chunk)[:, None] * 2 * ROWS + g[None, :]
+        is_full = (chunk < SPLITS)[:, None] & is_row[None, :]
+        chunk_total = tl.load(chunk_ptr + ROWS, mask=is_full, other=0.0)
+        is_full &= chunk_total > 0.0
+        weight = tl.where(is_full, tl.exp2(tl.load(chunk_ptr, mask=is_full, other=MASKED) - top[None, :]), 0.0)
         # [CHUNK, G_PADDED, D]
-        values_ptr = partial_ptr + (pair * (SPLITS + 1) + part)[:, None, None] * ROWS * D
-        values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_part[:, :, None], other=0.0)
+        values_ptr = partial_ptr + (pair * (SPLITS + 1) + chunk)[:, None, None] * ROWS * D
+        values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_full[:, :, None], other=0.0)
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
@@ -399,6 +401,7 @@ def paged_decode(
     output: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     splits: int | None = None,
+    use_cuda: bool | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per request over its cached tokens (module docstring).
 
@@ -415,6 +418,7 @@ def paged_decode(
         output: where the result goes, ``[num_requests, num_heads, head_size]`` of any float type; new and f32 if None.
         workspace: scratch, required to outlive a captured CUDA graph; allocated here if None.
         splits: parts of the context; chosen from the batch if None.
+        use_cuda: whether the history launch is the CUDA kernel instead of the Triton one; where it runs, if None.
 
     Returns:
         ``output``.
@@ -471,34 +475,54 @@ def paged_decode(
         num_warps=4,
         num_stages=2,
     )
-    _history_kernel[(splits, num_kv_heads, num_requests)](
-        workspace.folded,
-        workspace.row_scales,
-        history.cache,
-        tables.centroid_words,
-        history_block_table,
-        band_block_table,
-        seq_lens,
-        workspace.partial_output,
-        workspace.partial_weights,
-        history.cache.stride(0),
-        history.cache.stride(1),
-        history_block_table.stride(0),
-        band_block_table.stride(0),
-        scale,
-        logits_soft_cap,
-        SPLITS=splits,
-        SINK=sink_tokens,
-        RECENT=recent_tokens,
-        HAS_CAP=logits_soft_cap > 0,
-        IS_E5M2=tables.is_e5m2,
-        ROWS=rows,
-        D=head_size,
-        BAND_BLOCK=band_cache.shape[2],
-        N=BLOCK_TOKENS // 2,
-        num_warps=4,
-        num_stages=1,
-    )
+    if use_cuda is None:
+        use_cuda = decode_history.is_supported(query.device, rows)
+    if use_cuda:
+        decode_history.launch_history(
+            workspace.folded,
+            workspace.row_scales,
+            history,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            workspace.partial_output,
+            workspace.partial_weights,
+            scale,
+            logits_soft_cap,
+            splits,
+            sink_tokens,
+            recent_tokens,
+            band_cache.shape[2],
+        )
+    else:
+        _history_kernel[(splits, num_kv_heads, num_requests)](
+            workspace.folded,
+            workspace.row_scales,
+            history.cache,
+            tables.centroid_words,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            workspace.partial_output,
+            workspace.partial_weights,
+            history.cache.stride(0),
+            history.cache.stride(1),
+            history_block_table.stride(0),
+            band_block_table.stride(0),
+            scale,
+            logits_soft_cap,
+            SPLITS=splits,
+            SINK=sink_tokens,
+            RECENT=recent_tokens,
+            HAS_CAP=logits_soft_cap > 0,
+            IS_E5M2=tables.is_e5m2,
+            ROWS=rows,
+            D=head_size,
+            BAND_BLOCK=band_cache.shape[2],
+            N=BLOCK_TOKENS // 2,
+            num_warps=4,
+            num_stages=1,
+        )
     _merge_kernel[(num_requests, num_kv_heads)](
         workspace.partial_output,
         workspace.partial_weights,

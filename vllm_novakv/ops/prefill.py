@@ -272,22 +272,22 @@ def _prefill_kernel(
     open_start = tl.minimum((SINK + N - 1) // N * N, (history_end + N - 1) // N * N)
     open_end = tl.maximum((first_position - RECENT + 1) // N * N, open_start)
     for tile in range(open_start, open_end, N):
-        entry, first = split_position(tile)
+        entry, place = split_position(tile)
         block = tl.load(block_row_ptr + entry).to(tl.int64)
         m, total, value_total, o0, o1, o2, o3 = _history_tile(
             q0, q1, q2, q3, row_scale, row_offset, positions, m, total, value_total, o0, o1, o2, o3,
-            head_cache_ptr + block * cache_stride_b, tile, first, head_table_ptr, band_row_ptr, context, seq_len, cap,
+            head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
             SINK, RECENT, HAS_CAP, IS_E5M2, False, BAND_BLOCK, D, N,
         )  # fmt: skip
     num_head_tiles = open_start // N
     num_masked_tiles = num_head_tiles + tl.maximum(history_end - open_end + N - 1, 0) // N
     for i in range(num_masked_tiles):
         tile = tl.where(i < num_head_tiles, i * N, open_end + (i - num_head_tiles) * N)
-        entry, first = split_position(tile)
+        entry, place = split_position(tile)
         block = tl.load(block_row_ptr + entry).to(tl.int64)
         m, total, value_total, o0, o1, o2, o3 = _history_tile(
             q0, q1, q2, q3, row_scale, row_offset, positions, m, total, value_total, o0, o1, o2, o3,
-            head_cache_ptr + block * cache_stride_b, tile, first, head_table_ptr, band_row_ptr, context, seq_len, cap,
+            head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
             SINK, RECENT, HAS_CAP, IS_E5M2, True, BAND_BLOCK, D, N,
         )  # fmt: skip
 
@@ -328,9 +328,9 @@ def _prefill_kernel(
         for first in tl.static_range(0, D, 64):
             d = first + tl.arange(0, 64)
             # [M, 64], [N, 64]
-            q = tl.load(row_ptr[:, None] + d[None, :], mask=is_row[:, None], other=0.0).to(TYPE)
+            typed = tl.load(row_ptr[:, None] + d[None, :], mask=is_row[:, None], other=0.0).to(TYPE)
             k = _load_exact(band_token_ptr, chunk_key_ptr + own * key_stride_t, first, in_band, in_chunk, TYPE)
-            logits = tl.dot(q, tl.trans(k), logits, input_precision=PRECISION)
+            logits = tl.dot(typed, tl.trans(k), logits, input_precision=PRECISION)
         logits *= scale
         if HAS_CAP:
             logits = soft_cap(logits, cap)

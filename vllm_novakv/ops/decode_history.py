@@ -1,0 +1,120 @@
+"""The history launch of paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
+
+Same inputs, outputs and formula as the Triton kernel in ops/paged_decode.py, for up to 8 query heads per KV head on
+compute capability 8.9 and up (it converts 8-bit floats in hardware). The codebook lies in shared memory and both tensor
+core operands are loaded straight into their fragments, which Triton cannot express; see ops/decode_history.cu.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from vllm_novakv.ops.tables import PackedHistory
+
+MAX_ROWS = 8
+"""Query heads per KV head that the kernel serves."""
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = 128
+
+
+def is_supported(device: torch.device, rows: int) -> bool:
+    """Whether the kernel runs on a device for query tiles of this many rows."""
+    return (
+        device.type == "cuda"
+        and rows == MAX_ROWS
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 9)
+        and hasattr(torch.cuda, "_compile_kernel")
+    )
+
+
+def launch_history(
+    folded: torch.Tensor,
+    row_scales: torch.Tensor,
+    history: PackedHistory,
+    history_block_table: torch.Tensor,
+    band_block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    partial_output: torch.Tensor,
+    partial_weights: torch.Tensor,
+    scale: float,
+    logits_soft_cap: float,
+    splits: int,
+    sink_tokens: int,
+    recent_tokens: int,
+    band_block_tokens: int,
+) -> None:
+    """Write every split's maximum, sum and weighted values; arguments as in ops/paged_decode.py."""
+    codec = history.tables.codec
+    size = codec.head_size
+    kernel = _compiled(
+        size,
+        history.tables.is_e5m2,
+        sink_tokens,
+        recent_tokens,
+        band_block_tokens,
+        logits_soft_cap > 0,
+        seq_lens.device,
+    )
+    kernel(
+        grid=(splits, codec.num_kv_heads, seq_lens.shape[0]),
+        block=(_THREADS, 1, 1),
+        args=[
+            folded,
+            row_scales,
+            history.cache,
+            history.tables.centroid_words,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            partial_output,
+            partial_weights,
+            # in 16 bytes, so that 32 bits suffice
+            history.cache.stride(0) // 16,
+            history.cache.stride(1) // 16,
+            history_block_table.stride(0),
+            band_block_table.stride(0),
+            _float_bits(scale),
+            _float_bits(logits_soft_cap),
+        ],
+        shared_mem=_shared_bytes(size),
+    )
+
+
+def source(size: int, is_e5m2: bool, sink: int, recent: int, band_block: int, has_cap: bool) -> str:
+    """The kernel's source for one set of constants."""
+    constants = {
+        "D": size,
+        "E5M2": int(is_e5m2),
+        "SINK": sink,
+        "RECENT": recent,
+        "BAND_BLOCK": band_block,
+        "ROWS": MAX_ROWS,
+        "HAS_CAP": int(has_cap),
+    }
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+
+
+@cache
+def _compiled(
+    size: int, is_e5m2: bool, sink: int, recent: int, band_block: int, has_cap: bool, device: torch.device
+) -> Callable[..., None]:
+    with torch.cuda.device(device):
+        kernel = torch.cuda._compile_kernel(source(size, is_e5m2, sink, recent, band_block, has_cap), "decode_history")
+        if _shared_bytes(size) >= 48 * 1024:
+            kernel.set_shared_memory_config(_shared_bytes(size))
+    return kernel
+
+
+def _shared_bytes(size: int) -> int:
+    return size // 4 * 256 * 4
+
+
+def _float_bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]  # type: ignore[no-any-return]
