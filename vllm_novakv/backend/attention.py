@@ -26,11 +26,10 @@ from vllm_novakv.backend.compat import (
 )
 from vllm_novakv.backend.layer_state import BAND_SUFFIX, BandLayer, cache_shape, load_artifact, local_codec
 from vllm_novakv.backend.metadata import NovaKVMetadata, NovaKVMetadataBuilder
+from vllm_novakv.backend.op_set import AttentionOptions, OpSet, select_ops
 from vllm_novakv.backend.specs import CacheShape, NovaHistorySpec
 from vllm_novakv.codec.layout import BLOCK_TOKENS, SUPPORTED_HEAD_SIZES
 from vllm_novakv.config import BAND_BLOCK_TOKENS, HistoryFormat, NovaKVConfig
-from vllm_novakv.ops.exact import ExactHistory, store_exact
-from vllm_novakv.ops.reference import History, QuantizedHistory, paged_decode, prefill, store
 from vllm_novakv.plugin import BACKEND_NAME
 
 logger = init_logger(__name__)
@@ -171,6 +170,10 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         self.config = NovaKVConfig.from_additional_config(self.vllm_config.additional_config)
         self.band_name: str | None = None
         self.codec: Any = None
+        self.ops: OpSet | None = None
+        self.options = AttentionOptions(
+            self.scale, self.config.sink_tokens, self.config.recent_tokens, self.logits_soft_cap, self.sinks
+        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Load the layer's codec and register its band; a skipped layer is handed to vLLM's own backend instead.
@@ -195,6 +198,16 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
             num_layers = len(set(load_artifact(self.config.artifact).layers) - set(self.config.skip_layers))
         shape = cache_shape(self.config, self.codec, self.head_size, act_dtype)
         band_dtype = act_dtype if is_exact else torch.bfloat16
+        capture_size = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.ops = select_ops(
+            self.codec,
+            band_dtype,
+            torch.device(self.vllm_config.device_config.device),
+            act_dtype,
+            self.num_heads,
+            max(self.vllm_config.scheduler_config.max_num_seqs, capture_size),
+            self.options,
+        )
         self.band_name = name + BAND_SUFFIX
         layers[self.band_name] = BandLayer(
             NovaKVBandBackend, self.config, shape, self.num_kv_heads, self.head_size, band_dtype, num_layers
@@ -220,11 +233,6 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         )
         layer.impl.process_weights_after_loading(layer.dtype)
 
-    def _history(self, kv_cache: torch.Tensor) -> History:
-        if self.codec is None:
-            return ExactHistory(kv_cache.view(self._band().dtype))
-        return QuantizedHistory(kv_cache, self.codec)
-
     def _band(self) -> BandLayer:
         band = self.vllm_config.compilation_config.static_forward_context.get(self.band_name)
         if band is None:
@@ -249,10 +257,8 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         band = self._band()
         assert self.band_name is not None
         band_slots = layer_metadata(self.band_name)[1]
-        if self.codec is None:
-            store_exact(key, value, kv_cache.view(band.dtype), band.kv_cache, slot_mapping, band_slots)
-        else:
-            store(key, value, kv_cache, band.kv_cache, slot_mapping, band_slots, self.codec)
+        assert self.ops is not None
+        self.ops.store(key, value, kv_cache, band.kv_cache, slot_mapping, band_slots)
 
     def forward(
         self,
@@ -274,37 +280,33 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         meta = attn_metadata
         assert self.band_name is not None
         band_meta: NovaKVMetadata = layer_metadata(self.band_name)[0]
-        history, band = self._history(kv_cache), self._band()
-        options = (
-            self.scale,
-            self.config.sink_tokens,
-            self.config.recent_tokens,
-            self.logits_soft_cap,
-            self.sinks,
-        )
+        band, ops = self._band(), self.ops
+        assert ops is not None
         decodes, total = meta.num_decodes, meta.num_actual_tokens
         num_reqs = decodes + meta.num_prefills
         if decodes:
-            output[:decodes] = paged_decode(
+            ops.decode(
+                output[:decodes],
                 query[:decodes],
-                history,
+                kv_cache,
                 band.kv_cache,
                 meta.block_table[:decodes],
                 band_meta.block_table[:decodes],
                 meta.seq_lens[:decodes],
-                *options,
+                self.options,
             )
         if meta.num_prefills:
-            output[decodes:total] = prefill(
+            ops.prefill(
+                output[decodes:total],
                 query[decodes:total],
                 key[decodes:total],
                 value[decodes:total],
-                history,
+                kv_cache,
                 band.kv_cache,
                 meta.block_table[decodes:num_reqs],
                 band_meta.block_table[decodes:num_reqs],
                 meta.query_start_loc[decodes : num_reqs + 1] - decodes,
                 meta.seq_lens[decodes:num_reqs],
-                *options,
+                self.options,
             )
         return output

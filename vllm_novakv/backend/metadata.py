@@ -12,9 +12,11 @@ from vllm_novakv.backend.compat import (
     AttentionMetadataBuilder,
     AttentionSpec,
     CommonAttentionMetadata,
+    KVCacheSpec,
     VllmConfig,
     split_decodes_and_prefills,
 )
+from vllm_novakv.config import HistoryFormat, NovaKVConfig
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     reorder_batch_threshold: int | None = 1
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """Decode batches may be captured where the kernels run; the reference operations ask the device for lengths."""
+        config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
+        is_compiled = config.history is HistoryFormat.QUANTIZED and vllm_config.device_config.device_type == "cuda"
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_compiled else AttentionCGSupport.NEVER
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

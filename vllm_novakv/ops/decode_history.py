@@ -117,4 +117,4 @@ def _shared_bytes(size: int) -> int:
 
 
 def _float_bits(x: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", x))[0]  # type: ignore[no-any-return]
+    return struct.unpack("<i", struct.pack("<f", x))[0]

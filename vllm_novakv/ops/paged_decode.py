@@ -104,7 +104,10 @@ def _target_programs(device: torch.device) -> int:
     return PROGRAMS_PER_PROCESSOR * processors
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["band_table_stride", "num_parts"],
+    do_not_specialize_on_alignment=["band_table_ptr", "seq_lens_ptr"],
+)
 def _fold_band_kernel(
     query_ptr,
     mean_ptr,
@@ -198,7 +201,10 @@ def _fold_band_kernel(
     tl.store(partial_ptr + part * ROWS * D + g[:, None] * D + d[None, :], output)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["block_table_stride", "band_table_stride", "splits"],
+    do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "seq_lens_ptr"],
+)
 def _history_kernel(
     folded_ptr,
     row_scales_ptr,
@@ -215,7 +221,7 @@ def _history_kernel(
     band_table_stride,
     scale,
     cap,
-    SPLITS: tl.constexpr,
+    splits,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -227,11 +233,11 @@ def _history_kernel(
 ):
     split, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens_ptr + r)
-    share = tl.cdiv(tl.cdiv(seq_len, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(seq_len, splits), BLOCK) * BLOCK
     start = split * share
     end = tl.minimum(start + share, seq_len)
     pair = r * tl.num_programs(1) + h
-    part = pair * (SPLITS + 1) + split
+    part = pair * (splits + 1) + split
     g = tl.arange(0, ROWS)
     if start >= end:
         # an empty part: weight 0, and its output is never read
@@ -310,7 +316,7 @@ def _history_kernel(
         tl.store(output_ptr + 192, 4.0 * out3 - value_offset)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     partial_ptr,
     weights_ptr,
@@ -320,7 +326,7 @@ def _merge_kernel(
     output_ptr,
     output_stride_t,
     output_stride_h,
-    SPLITS: tl.constexpr,
+    splits,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     G: tl.constexpr,
@@ -331,7 +337,7 @@ def _merge_kernel(
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = r * tl.num_programs(1) + h
     COLUMNS: tl.constexpr = 32
-    CHUNK: tl.constexpr = 4
+    CHUNK: tl.constexpr = 8192 // (G_PADDED * D)
     g = tl.arange(0, G_PADDED)
     d = tl.arange(0, D)
     column = tl.arange(0, COLUMNS)
@@ -345,8 +351,8 @@ def _merge_kernel(
 
     # 1. weights of the parts: [G_PADDED, PARTS]
     part = tl.arange(0, PARTS)
-    part_ptr = weights_ptr + (pair * (SPLITS + 1) + part)[None, :] * 2 * ROWS + g[:, None]
-    is_part = (part <= SPLITS)[None, :]
+    part_ptr = weights_ptr + (pair * (splits + 1) + part)[None, :] * 2 * ROWS + g[:, None]
+    is_part = (part <= splits)[None, :]
     m = tl.load(part_ptr, mask=is_part, other=MASKED)
     total = tl.load(part_ptr + ROWS, mask=is_part, other=0.0)
     top = tl.max(tl.where(total > 0.0, m, MASKED), 1)
@@ -360,20 +366,20 @@ def _merge_kernel(
 
     # 2. history: [G_PADDED, D] in the rotated basis
     history = tl.zeros([G_PADDED, D], tl.float32)
-    for first in range(0, SPLITS, CHUNK):
+    for first in range(0, splits, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
-        chunk_ptr = weights_ptr + (pair * (SPLITS + 1) + chunk)[:, None] * 2 * ROWS + g[None, :]
-        is_full = (chunk < SPLITS)[:, None] & is_row[None, :]
+        chunk_ptr = weights_ptr + (pair * (splits + 1) + chunk)[:, None] * 2 * ROWS + g[None, :]
+        is_full = (chunk < splits)[:, None] & is_row[None, :]
         chunk_total = tl.load(chunk_ptr + ROWS, mask=is_full, other=0.0)
         is_full &= chunk_total > 0.0
         weight = tl.where(is_full, tl.exp2(tl.load(chunk_ptr, mask=is_full, other=MASKED) - top[None, :]), 0.0)
         # [CHUNK, G_PADDED, D]
-        values_ptr = partial_ptr + (pair * (SPLITS + 1) + chunk)[:, None, None] * ROWS * D
+        values_ptr = partial_ptr + (pair * (splits + 1) + chunk)[:, None, None] * ROWS * D
         values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_full[:, :, None], other=0.0)
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
-    band = pair * (SPLITS + 1) + SPLITS
+    band = pair * (splits + 1) + splits
     band_m = tl.load(weights_ptr + band * 2 * ROWS + g)
     band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g)
     band_weight = tl.where(band_total > 0.0, tl.exp2(band_m - top), 0.0)
@@ -444,6 +450,12 @@ def paged_decode(
         workspace = DecodeWorkspace.allocate(
             max(num_requests, num_requests * (splits + 1) // 2 + 1), num_heads, num_kv_heads, head_size, query.device
         )
+    parts = num_requests * num_kv_heads * (splits + 1)
+    if (
+        workspace.partial_weights.numel() < 2 * parts * rows
+        or workspace.row_scales.numel() < 2 * parts // (splits + 1) * rows
+    ):
+        raise ValueError(f"the workspace is too small for {num_requests} requests; allocate it for the largest batch")
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     _fold_band_kernel[(num_requests, num_kv_heads)](
         query,
@@ -470,7 +482,7 @@ def paged_decode(
         ROWS=rows,
         D=head_size,
         BAND_BLOCK=band_cache.shape[2],
-        N=32,
+        N=64 if head_size <= 128 else 32,
         PRECISION="tf32" if is_half else "ieee",
         num_warps=4,
         num_stages=2,
@@ -511,7 +523,7 @@ def paged_decode(
             band_block_table.stride(0),
             scale,
             logits_soft_cap,
-            SPLITS=splits,
+            splits,
             SINK=sink_tokens,
             RECENT=recent_tokens,
             HAS_CAP=logits_soft_cap > 0,
@@ -532,14 +544,14 @@ def paged_decode(
         output,
         output.stride(0),
         output.stride(1),
-        SPLITS=splits,
-        PARTS=triton.next_power_of_2(splits + 1),
+        splits,
+        PARTS=triton.next_power_of_2(MAX_SPLITS + 1),
         HAS_SINKS=sinks is not None,
         G=group,
         G_PADDED=triton.next_power_of_2(group),
         ROWS=rows,
         D=head_size,
-        num_warps=4,
+        num_warps=8,
         num_stages=2,
     )
     return output

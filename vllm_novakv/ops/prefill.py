@@ -155,7 +155,10 @@ def _load_exact(band_token_ptr, chunk_token_ptr, first, in_band, in_chunk, TYPE:
     return tl.where(in_chunk[:, None], new.to(tl.float32).to(old.dtype), old).to(TYPE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_requests", "block_table_stride", "band_table_stride"],
+    do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "query_start_ptr", "seq_lens_ptr"],
+)
 def _prefill_kernel(
     query_ptr,
     key_ptr,

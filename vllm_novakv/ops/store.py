@@ -140,7 +140,7 @@ def _encode_values(
     tl.store(plane + _scale_element(places), s, mask=is_stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots_ptr", "band_slots_ptr"])
 def _store_kernel(
     key_ptr,
     value_ptr,
