@@ -16,6 +16,8 @@ Nothing is read from the device by the host: the request of a tile is found in t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,21 @@ from vllm_novakv.ops.tiles import (
 )
 
 _MAX_GROUP = 16
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """Tile sizes of the kernel: query rows and keys, warps and pipeline stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def launch_settings(head_size: int) -> LaunchSettings:
+    """Settings measured on an H200; wide heads take fewer rows, for their accumulators."""
+    return LaunchSettings(rows=128 if head_size <= 128 else 64, keys=64, warps=8, stages=1)
 
 
 @triton.jit
@@ -438,7 +455,8 @@ def prefill(
     if group > _MAX_GROUP:
         raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
     padded_group = triton.next_power_of_2(group)
-    tokens = max(1, (128 if head_size <= 128 else 64) // padded_group)
+    settings = launch_settings(head_size)
+    tokens = max(1, settings.rows // padded_group)
     # the interpreter, which runs on the CPU, multiplies bf16 as integers
     is_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cuda"
     _prefill_kernel[(triton.cdiv(num_tokens, tokens) + num_requests, num_kv_heads)](
@@ -483,10 +501,10 @@ def prefill(
         TOKENS=tokens,
         BAND_BLOCK=band_cache.shape[2],
         D=head_size,
-        N=64,
+        N=settings.keys,
         TYPE=tl.bfloat16 if is_bf16 else tl.float32,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=8,
-        num_stages=1,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
     )
     return output
