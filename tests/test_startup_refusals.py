@@ -98,6 +98,13 @@ def test_artifact_of_other_weights(tiny: Path, artifact: Path, tmp_path: Path) -
     assert "weights" in refusal(other, {"artifact": str(artifact)})
 
 
+def test_artifact_of_the_model_without_its_overrides(tiny: Path, artifact: Path) -> None:
+    rope = {"rope_theta": 5000.0, "rope_type": "default"}
+    assert "rope" in refusal(tiny, {"artifact": str(artifact)}, hf_overrides={"rope_parameters": rope})
+    same = {"rope_theta": 10000.0, "rope_type": "default"}
+    engine_config(tiny, {"artifact": str(artifact)}, hf_overrides={"rope_parameters": same})
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "manifest"])
 def test_damaged_artifact(tiny: Path, artifact: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "damaged"

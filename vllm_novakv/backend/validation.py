@@ -124,7 +124,9 @@ def _unsupported_features(vllm_config: VllmConfig) -> Iterator[tuple[bool, str]]
 def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
     """Find, load and verify the artifact; a foreign one is refused."""
     model = vllm_config.model_config
-    fingerprint = fingerprint_model(resolve_model_dir(model.model))
+    # Overrides can change what the artifact was fitted for (the position encoding); config.json does not show them.
+    overridden = model.hf_config.to_dict() if model.hf_overrides else None
+    fingerprint = fingerprint_model(resolve_model_dir(model.model), overridden)
     directory = config.artifact or default_artifact_dir(fingerprint)
     fit = f"run `novakv fit --model {model.model}`"
     if not directory.is_dir():
