@@ -47,11 +47,11 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
 
 
 @contextmanager
-def running_server(model: Path, log: Path) -> Iterator[str]:
+def running_server(model: Path, log: Path, *options: str) -> Iterator[str]:
     """A server for a model on a free port of this machine: its URL; stopped when the block ends."""
     port = find_free_port()
     command = [*NOVAKV, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
-    command += ["--served-model-name", model.name]
+    command += ["--served-model-name", model.name, *options]
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
