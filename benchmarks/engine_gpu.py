@@ -67,16 +67,25 @@ def main() -> None:
     results = {}
     for cache in arguments.caches:
         command = [sys.executable, __file__, *sys.argv[1:], "--run", cache]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            print(done.stdout[-3000:], done.stderr[-5000:])
-            results[cache] = {"error": (done.stderr or done.stdout).strip().splitlines()[-1:]}
-            continue
-        results[cache] = json.loads(lines[0].removeprefix("RESULT "))
+        results[cache] = run_process(command)
         print(cache, results[cache], flush=True)
     if arguments.out:
         write_record(arguments, results)
+
+
+def run_process(command: list[str]) -> dict[str, Any]:
+    """What a process measured, as far as it came; its log goes to standard error."""
+    result: dict[str, Any] = {}
+    last = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            kind, _, text = line.partition(" ")
+            if kind in ("PART", "RESULT"):
+                result = json.loads(text)
+                print(text, end="", flush=True)
+            last = line.strip() or last
+    return result if process.returncode == 0 else result | {"error": last}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
