@@ -139,6 +139,14 @@ def test_inspect_shows_every_layer_and_the_mean(model_dir, capsys):
     assert [row[1] for row in rows] == ["0.0100", "0.0300", "0.0200"]
 
 
+def test_inspect_survives_a_reader_that_leaves(model_dir):
+    command = f"{sys.executable} -m vllm_novakv.cli inspect {fitted_artifact(model_dir)}"
+    # the shell closes the pipe's other end before anything is written
+    script = f"({command}; echo $? >&2) | true"
+    done = subprocess.run(script, shell=True, capture_output=True, text=True, cwd=Path(cli.__file__).parent.parent)
+    assert done.stderr.split() == ["0"]
+
+
 def test_inspect_of_nothing_says_what_to_run(tmp_path, capsys):
     assert cli.main(["inspect", str(tmp_path / "none")]) == 1
     assert "novakv fit" in capsys.readouterr().err

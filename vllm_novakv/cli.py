@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from vllm_novakv.artifact import load
             from vllm_novakv.inspection import describe_artifact
 
-            print(describe_artifact(load(options.artifact)))
+            print(describe_artifact(load(options.artifact)), flush=True)
             return 0
 
         from vllm_novakv.config import NovaKVConfig
@@ -99,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except json.JSONDecodeError as error:
             raise ValueError(f"--additional-config is not valid JSON: {error}") from error
         report = diagnose(options.model, NovaKVConfig.from_additional_config(additional_config))
-        print(report)
+        print(report, flush=True)
         return 1 if report.problems else 0
+    except BrokenPipeError:  # the reader has seen enough, as in `novakv inspect ARTIFACT | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, ModuleNotFoundError) as error:
         print(f"novakv: {error}", file=sys.stderr)
         return 1

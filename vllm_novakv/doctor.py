@@ -195,7 +195,7 @@ def check_artifact(
         report.problem("artifact", str(error))
         return None
     calibration = artifact.manifest.calibration
-    report.say("fitted on", f"{calibration.num_tokens:,} tokens of {calibration.source}, {calibration.created}")
+    report.say("fitted on", f"{calibration.num_tokens:,} tokens of {calibration.source}, seed {calibration.seed}")
     return artifact.manifest.group_size
 
 

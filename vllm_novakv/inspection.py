@@ -42,7 +42,7 @@ def describe_artifact(artifact: Artifact) -> str:
         f"size         {layout.record_bytes} bytes per token and KV head, {layout.bits_per_element:.4g} bits per "
         "element (BF16: 16)",
         f"calibration  {calibration.num_tokens:,} tokens of {calibration.source} in sequences of "
-        f"{calibration.seq_len:,}, seed {calibration.seed}, vLLM {calibration.vllm_version}, {calibration.created}",
+        f"{calibration.seq_len:,}, seed {calibration.seed}, vLLM {calibration.vllm_version}",
         "",
     ]
     header = ["layer", "rel. logit error", "top-1 agreement", "volume spread (bits)", "rel. value error"]
