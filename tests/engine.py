@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,12 @@ def build_tiny_llama(directory: Path, **overrides: Any) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**(settings | overrides))).float()
     model.save_pretrained(directory)
     return directory
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Token ids below 500, which every model of the tests has."""
+    generator = random.Random(seed)
+    return [generator.randrange(3, 500) for _ in range(length)]
 
 
 @contextmanager

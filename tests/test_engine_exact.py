@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
-from engine import build_tiny_llama, engine, generate, num_preemptions, request_outputs
+from engine import build_tiny_llama, engine, generate, num_preemptions, random_prompt, request_outputs
 
 pytestmark = pytest.mark.e2e
 EXACT = {"history": "exact"}
 LENGTHS = (1, 20, 63, 64, 65, 300, 320, 321, 1500)
 MAX_TOKENS = 8
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 500) for _ in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +24,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> dict[str, list[int]]:
-    base = _prompt(1500, seed=100)
-    singles = {f"tok{length}": _prompt(length, seed=length) for length in LENGTHS}
+    base = random_prompt(1500, seed=100)
+    singles = {f"tok{length}": random_prompt(length, seed=length) for length in LENGTHS}
     shared = {
-        "shared1000-a": base[:1000] + _prompt(200, seed=101),
-        "shared1000-b": base[:1000] + _prompt(60, seed=102),
+        "shared1000-a": base[:1000] + random_prompt(200, seed=101),
+        "shared1000-b": base[:1000] + random_prompt(60, seed=102),
         "base": base,
     }
-    mixed = {f"mixed{i}": _prompt(length, seed=200 + i) for i, length in enumerate((900, 700, 33, 1200, 257, 128))}
+    mixed = {
+        f"mixed{i}": random_prompt(length, seed=200 + i) for i, length in enumerate((900, 700, 33, 1200, 257, 128))
+    }
     return singles | shared | mixed
 
 
@@ -89,7 +85,7 @@ def test_exact_mode_chunked_prefill_gives_the_same_tokens(
 
 
 def test_exact_mode_preempted_requests_give_the_same_tokens(model: Path) -> None:
-    growing = [_prompt(100 + i, seed=300 + i) for i in range(8)]
+    growing = [random_prompt(100 + i, seed=300 + i) for i in range(8)]
     with engine(model, enable_prefix_caching=False) as llm:
         alone = [generate(llm, [prompt], 160)[0] for prompt in growing]
     with engine(model, EXACT, num_gpu_blocks_override=70) as llm:

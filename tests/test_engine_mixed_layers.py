@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine import build_tiny_llama, engine, generate
+from engine import build_tiny_llama, engine, generate, random_prompt
 
 pytestmark = pytest.mark.e2e
 EXACT = {"history": "exact"}
 
 
-def _prompt(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 500) for _ in range(length)]
-
-
-PROMPTS = [_prompt(length, seed=length) for length in (30, 700, 129)] + [_prompt(700, seed=700)[:600] + _prompt(9, 1)]
+PROMPTS = [random_prompt(length, seed=length) for length in (30, 700, 129)] + [
+    random_prompt(700, seed=700)[:600] + random_prompt(9, 1)
+]
 
 
 def backends_by_layer(llm: Any) -> dict[str, str]:

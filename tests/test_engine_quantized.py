@@ -14,6 +14,7 @@ from engine import (
     generate,
     margin_at_first_difference,
     num_preemptions,
+    random_prompt,
     request_outputs,
 )
 
@@ -24,11 +25,6 @@ pytestmark = pytest.mark.e2e
 NUM_REQUESTS = 200
 MAX_TOKENS = 8
 TIE_MARGIN = 1e-3
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 500) for _ in range(length)]
 
 
 def save_sample_artifact(model: Path, directory: Path, num_layers: int = 3) -> Path:
@@ -78,8 +74,8 @@ def novakv(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 
 
 def test_prefix_hit_gives_the_tokens_of_a_fresh_request(model: Path, novakv: dict[str, str]) -> None:
-    base = _prompt(1500, seed=1)
-    prompts = [base, base[:1000] + _prompt(100, seed=2), base[:1000] + _prompt(300, seed=3), base]
+    base = random_prompt(1500, seed=1)
+    prompts = [base, base[:1000] + random_prompt(100, seed=2), base[:1000] + random_prompt(300, seed=3), base]
     with engine(model, novakv, enable_prefix_caching=False) as llm:
         fresh = [generate(llm, [prompt], 8)[0] for prompt in prompts]
     with engine(model, novakv) as llm:
@@ -91,11 +87,11 @@ def test_prefix_hit_gives_the_tokens_of_a_fresh_request(model: Path, novakv: dic
 def mixed_requests() -> list[list[int]]:
     """Prompts of 1 to 700 tokens; three of four share one of four stems for a random stretch."""
     generator = random.Random(5)
-    stems = [_prompt(700, seed=1000 + i) for i in range(4)]
+    stems = [random_prompt(700, seed=1000 + i) for i in range(4)]
     requests = []
     for i in range(NUM_REQUESTS):
         shared = generator.choice(stems)[: generator.randrange(0, 640)] if i % 4 else []
-        requests.append(shared + _prompt(generator.randrange(1, 60), seed=2000 + i))
+        requests.append(shared + random_prompt(generator.randrange(1, 60), seed=2000 + i))
     return requests
 
 
