@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ def test_fit_codebooks_finds_separate_clusters_exactly() -> None:
     corners = torch.cartesian_prod(*[torch.tensor([-8.0, 8.0])] * 4)
     noise = 0.1 * torch.randn(2, 16, 64, 4, generator=torch.Generator().manual_seed(5))
     points = (corners.view(1, 16, 1, 4) + noise).view(2, 1024, 4)
-    result = fit_codebooks(points, 16, seed=0, num_iterations=50)
+    result = fit_codebooks(points, 16, seed=0, schedule=((1, 50),))
     for problem in range(2):
         found = torch.cdist(result.centroids[problem], corners).min(dim=0).values
         assert found.max() < 0.1
@@ -66,12 +68,20 @@ def test_fit_codebooks_finds_separate_clusters_exactly() -> None:
 
 def test_fit_codebooks_improves_with_iterations() -> None:
     points = skewed_points(3, 4096)
-    trace = [fit_codebooks(points, 64, seed=0, num_iterations=count).distortion.mean() for count in (0, 1, 5, 25)]
-    assert all(later < earlier for earlier, later in zip(trace, trace[1:], strict=False))
-    result = fit_codebooks(points, 64, seed=0)
+    trace = [fit_codebooks(points, 64, seed=0, schedule=((1, count),)).distortion.mean() for count in (0, 1, 5, 25)]
+    assert all(later < earlier for earlier, later in pairwise(trace))
+    result = fit_codebooks(points, 64, seed=0, schedule=((1, 25),))
     torch.testing.assert_close(
         result.distortion.double(), brute_force(points, result.centroids).mean(dim=1), rtol=1e-3, atol=1e-4
     )
+
+
+def test_default_schedule_is_nearly_as_good_as_all_points_in_every_iteration() -> None:
+    points = skewed_points(4, 32 * 256)
+    assert sum(count for _, count in kmeans.SCHEDULE) == 25
+    plain = fit_codebooks(points, 32, seed=0, schedule=((1, 25),)).centroids
+    fast = fit_codebooks(points, 32, seed=0).centroids
+    assert brute_force(points, fast).mean() < 1.02 * brute_force(points, plain).mean()
 
 
 def test_fit_codebooks_solves_problems_independently() -> None:

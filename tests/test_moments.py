@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch import Tensor
 from vllm_novakv.calibration.moments import LayerMoments, chunk_moments, empty_moments
 
 
-def random_chunk(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def random_chunk(
+    num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
     query = torch.randn(num_tokens, num_heads, 8, generator=generator)
     # a mean that dwarfs the spread, as keys have
@@ -53,7 +57,7 @@ def test_merge_gives_the_moments_of_all_tokens_for_any_chunking(cuts: tuple[int,
     query, key, output = random_chunk(61, 6, 2, torch.float32)
     bounds = [0, *cuts, 61]
     merged = empty_moments(2, 8, torch.device("cpu"))
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         merged = merged.merge(chunk_moments(query[start:stop], key[start:stop], output[start:stop]))
     assert_same(merged, chunk_moments(query, key, output))
 

@@ -18,7 +18,9 @@ from vllm_novakv.calibration.prompts import (
     read_prompts,
 )
 
-QUESTION_HEADER = "Pre-Revision Question,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3"
+QUESTION_HEADER = (
+    "Pre-Revision Question,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3"
+)
 
 
 def write(tmp_path: Path, name: str, text: str) -> Path:
@@ -90,7 +92,18 @@ def test_read_prompts_shows_options_without_the_answer(tmp_path: Path) -> None:
         ("a.jsonl", '{"body": "x"}\n', None, "has none of the columns question, prompt, text; it has body"),
         ("a.csv", "a,b\n1,2\n", ("a", "z"), "has no column z; it has a, b"),
     ],
-    ids=["empty-txt", "blank-txt", "blank-jsonl", "header-only", "ending", "txt-columns", "json", "list", "none", "absent"],
+    ids=[
+        "empty-txt",
+        "blank-txt",
+        "blank-jsonl",
+        "header-only",
+        "ending",
+        "txt-columns",
+        "json",
+        "list",
+        "none",
+        "absent",
+    ],
 )
 def test_read_prompts_refuses(
     tmp_path: Path, name: str, content: str, columns: tuple[str, ...] | None, message: str

@@ -121,8 +121,8 @@ def inspect_model(model: str, dtype: str = "auto") -> ModelFacts:
 
     Args:
         model: directory, or a hub name that is already downloaded.
-        dtype: vLLM's `--dtype`. "auto" is the model's own, except on a CPU without 16-bit arithmetic: there the run uses
-            float32, which is exact and several times faster than emulated bfloat16.
+        dtype: vLLM's `--dtype`. "auto" is the model's own, except on a CPU without 16-bit arithmetic: there the run
+            uses float32, which is exact and several times faster than emulated bfloat16.
 
     Returns:
         The facts.
@@ -178,9 +178,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     return tokenizer
 
 
-def capture(
-    model: str, plan: CapturePlan, facts: ModelFacts, tensor_parallel_size: int = 1
-) -> dict[int, LayerCapture]:
+def capture(model: str, plan: CapturePlan, facts: ModelFacts, tensor_parallel_size: int = 1) -> dict[int, LayerCapture]:
     """Prefill every sequence of the plan and return what each full-attention layer saw.
 
     1. Start vLLM in this process: eager, no prefix cache, one request at a time, a KV cache of one sequence.
@@ -272,7 +270,7 @@ def _restore_environment(saved: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _prefill(llm: LLM, sequence: Sequence[int], chunk_tokens: int, bar: "tqdm[Any]") -> None:
+def _prefill(llm: LLM, sequence: Sequence[int], chunk_tokens: int, bar: tqdm[Any]) -> None:
     """Run one prompt to its end, one engine step per chunk."""
     engine = llm.llm_engine
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)

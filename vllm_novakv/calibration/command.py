@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED_EXIT_STATUS = 130
 
-_DESCRIPTION = """Calibrate a model for the 2-bit KV cache: run it on text inside vLLM, fit the transforms and codebooks,
-write the artifact that a server loads."""
+_DESCRIPTION = """Calibrate a model for the 2-bit KV cache: run it on text inside vLLM, fit the transforms and
+codebooks, write the artifact that a server loads."""
 
 _EPILOG = """prompt files:
   .txt    the whole file is one text
@@ -29,7 +29,8 @@ Of a row or object, --prompt-columns picks the columns, joined by newlines. With
 Incorrect Answer 1 to 3 if those columns exist, as a question with options A) to D) whose order is drawn from the seed;
 else the first column named question, prompt or text (in any case).
 
-The text must hold --num-tokens and a sixteenth more (256 to 2,048 tokens), which is kept out of the fit and measures it."""
+The text must hold --num-tokens and a sixteenth more (256 to 2,048 tokens), which is kept out of the fit and measures
+it."""
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -111,8 +112,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "novakv fit") -> int:
         0 on success, 1 if an input was refused, 130 if interrupted; argparse exits with 2 for a wrong command line.
     """
     options = build_parser(prog).parse_args(argv)
-    # vLLM logs its whole start-up; a fit has its own progress bars.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM logs its whole start-up and warns of the missing tokenizer; a fit has its own progress bars.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm_novakv.calibration.pipeline import FitSettings, fit
 
     try:
@@ -168,8 +169,7 @@ def report(result: FitResult, model: str) -> str:
     means = [sum(column) / len(column) for column in zip(*columns, strict=True)]
     labels = [*map(str, result.layers), "mean"]
     rows = [
-        [label, *(f"{value:.4f}" for value in values)]
-        for label, values in zip(labels, [*columns, means], strict=True)
+        [label, *(f"{value:.4f}" for value in values)] for label, values in zip(labels, [*columns, means], strict=True)
     ]
     manifest = result.artifact.manifest
     left_out = [layer for layer in range(manifest.num_layers) if layer not in result.layers]
@@ -177,8 +177,8 @@ def report(result: FitResult, model: str) -> str:
     if left_out:
         lines.append(f"layers left on vLLM's own cache: {', '.join(map(str, left_out))}")
     lines += [
-        f"fitted on {manifest.calibration.num_tokens:,} tokens of {manifest.calibration.source}; logit error, agreement "
-        "and value error are of held-out text, without the exact first and latest tokens",
+        f"fitted on {manifest.calibration.num_tokens:,} tokens of {manifest.calibration.source}; logit error, top-1 "
+        "agreement and value error: held-out text, every token quantized (a server keeps the first and latest exact)",
         f"bits per element: {manifest.layout.bits_per_element:.4g} (BF16: 16)",
         f"artifact: {result.directory}",
         f"serve it: {_serve_command(result, model)}",

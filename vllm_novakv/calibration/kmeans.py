@@ -8,7 +8,7 @@ The nearest centroid is argmax x·c − |c|²/2, one matrix product per block of
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUM_ITERATIONS = 25
+SCHEDULE = ((8, 10), (4, 8), (1, 7))
+"""Lloyd's iterations as (stride through the points, iterations): early ones only bring centroids near their places."""
 
-# The first iterations only have to bring the centroids near their places: they use every fourth point, as long as that
-# leaves 32 per centroid.
-_COARSE_ITERATIONS = 15
-_COARSE_STRIDE = 4
-_COARSE_POINTS_PER_CENTROID = 32
+# A coarse stage keeps at least this many points per centroid, whatever its stride.
+_COARSE_POINTS_PER_CENTROID = 16
 
 # Points are compared with centroids in blocks whose scores stay in a core's second-level cache (CPU) or in a bounded
 # buffer (GPU).
@@ -54,7 +52,7 @@ def fit_codebooks(
     samples: Tensor,
     num_centroids: int,
     seed: int,
-    num_iterations: int = NUM_ITERATIONS,
+    schedule: Sequence[tuple[int, int]] = SCHEDULE,
     snap: Callable[[Tensor], Tensor] | None = None,
 ) -> KMeansResult:
     """Solve min_C Σ_j min_c ‖x_j − c‖² for every problem by Lloyd's iterations, then snap the centroids.
@@ -62,23 +60,25 @@ def fit_codebooks(
     1. Initial centroids: one point drawn from each of `num_centroids` equal stretches of the points.
     2. Assign every point to its nearest centroid; move each centroid to the mean of its points.
     3. Give every empty cluster one of the points that are farthest from their centroid.
-    4. Repeat 2 and 3 `num_iterations` times, the first 15 on every fourth point; snap; measure the distortion.
+    4. Repeat 2 and 3, in all 25 times; the schedule says how many of these use every eighth, fourth and single point.
+    5. Snap; measure the distortion.
 
     Args:
         samples: points `[num_problems, num_points, dim]`, f32, coordinates of magnitude at most about 16.
         num_centroids: codebook size, at least 1 and at most `num_points`.
         seed: of the initial draw; the same seed and points give the same bytes.
-        num_iterations: Lloyd updates.
+        schedule: stages of (stride, iterations).
         snap: maps trained centroids to representable ones (a rounding to fp8 and back); None leaves them as they are.
 
     Returns:
-        The centroids, on the device of the samples, with their distortion after snapping.
+        The centroids, on the device of the samples, with their distortion after snapping (on the points of the first
+        stage).
 
     Raises:
         ValueError: fewer points than centroids, or a point that is not finite.
 
-    Source: arXiv 2608.04074, section 8.3 and algorithm 3. Drawing one point per stretch (distinct draws, spread over the
-    text) and the coarse first iterations (1 % more distortion, half the time) are engineering choices.
+    Source: arXiv 2608.04074, section 8.3 and algorithm 3. Drawing one point per stretch (distinct draws, spread over
+    the text) and the coarse stages are engineering choices.
     """
     num_problems, num_points, dim = samples.shape
     if not 1 <= num_centroids <= num_points:
@@ -101,22 +101,20 @@ def fit_codebooks(
         if on_cpu:
             # see _SlabSearch
             points = points[:, points[0, :, _leading_coordinate(points[0])].argsort(stable=True)]
-        stride = min(_COARSE_STRIDE, max(1, num_points // (_COARSE_POINTS_PER_CENTROID * num_centroids)))
-        num_coarse = min(_COARSE_ITERATIONS, num_iterations) if stride > 1 else 0
-        centroids = _lloyd(points[:, ::stride], centroids, num_coarse)
-        centroids = _lloyd(points, centroids, num_iterations - num_coarse)
+        largest_stride = max(1, num_points // (_COARSE_POINTS_PER_CENTROID * num_centroids))
+        for stride, num_iterations in schedule:
+            centroids = _lloyd(points[:, :: min(stride, largest_stride)], centroids, num_iterations)
         if snap is not None:
             centroids = snap(centroids)
-        return KMeansResult(centroids, _search(points)(centroids)[1].mean(dim=1))
+        measured = points[:, :: min(schedule[0][0], largest_stride)]
+        return KMeansResult(centroids, _search(measured)(centroids)[1].mean(dim=1))
 
     if on_cpu:
         parts = _run_on_cores(solve, num_problems)
     else:
         batch = max(1, _GPU_BLOCK_SCORES // (num_points * num_centroids))
         parts = [solve(start, min(start + batch, num_problems)) for start in range(0, num_problems, batch)]
-    return KMeansResult(
-        torch.cat([part.centroids for part in parts]), torch.cat([part.distortion for part in parts])
-    )
+    return KMeansResult(torch.cat([part.centroids for part in parts]), torch.cat([part.distortion for part in parts]))
 
 
 def _run_on_cores(solve: Callable[[int, int], KMeansResult], num_problems: int) -> list[KMeansResult]:
@@ -190,8 +188,8 @@ class _FullSearch:
 class _SlabSearch:
     """Compare a block of points only with centroids whose leading coordinate is near enough; exact, one problem.
 
-    Transformed keys vary far more along one coordinate of a group than along the others. With the points sorted by it, a
-    block of neighbours needs only a slab of the centroids: a point at distance u from some centroid has its nearest
+    Transformed keys vary far more along one coordinate of a group than along the others. With the points sorted by it,
+    a block of neighbours needs only a slab of the centroids: a point at distance u from some centroid has its nearest
     centroid within u along every coordinate. The bound u comes from the previous call and how far its centroid moved.
     """
 

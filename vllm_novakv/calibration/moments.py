@@ -1,8 +1,8 @@
 """Streaming second moments of one attention layer, in float64 and in memory that does not grow with the text.
 
-The transforms need four quantities per KV head: M_q, the key mean, the centred key scatter and M_o. Each chunk of tokens
-gives its own exact moments; two sets are merged with the pairwise update of means and scatters, so neither the keys nor
-any (tokens × tokens) matrix is ever kept.
+The transforms need four quantities per KV head: M_q, the key mean, the centred key scatter and M_o. Each chunk of
+tokens gives its own exact moments; two sets are merged with the pairwise update of means and scatters, so neither the
+keys nor any (tokens × tokens) matrix is ever kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fit: text → one run of the model → moments → bases → codebooks → figures on held-out text → artifact.
 
-    check     everything that can be refused before the model is loaded
-    fit       the whole calibration; writes the artifact
+check     everything that can be refused before the model is loaded
+fit       the whole calibration; writes the artifact
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from vllm_novakv.support import assess_model
 if TYPE_CHECKING:
     from vllm_novakv.calibration.capture import LayerCapture
 
+# Figures need no more queries than this; they are spread over the held-out text and see all of its keys.
+_MAX_FIGURE_QUERIES = 512
+
 # Held-out logits of one block of query rows: at most 64 MB in float32.
 _LOGITS_PER_BLOCK = 1 << 24
 
@@ -48,7 +51,9 @@ class FitSettings(BaseModel):
     seq_len: int | None = Field(default=None, ge=2, description="Tokens per sequence; None is min(limit, 8192).")
     out: Path | None = Field(default=None, description="Artifact directory; None is where the server looks.")
     seed: int = Field(default=0, ge=0, description="Of k-means, of the samples drawn and of the order of options.")
-    codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(default="float8_e4m3fn", description="Of centroids.")
+    codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(
+        default="float8_e4m3fn", description="Of centroids."
+    )
     max_samples: int = Field(default=131_072, ge=1, description="Most keys per head that k-means trains on.")
     skip_layers: tuple[int, ...] = Field(default=(), description="Layers that stay on vLLM's own cache.")
     group_size: int = Field(default=4, ge=1, description="Key elements per index.")
@@ -186,8 +191,8 @@ def _check_model(settings: FitSettings, hf_config: dict[str, object], num_kv_hea
         raise ValueError(f"{settings.model} cannot be calibrated: " + "; ".join(support.problems))
     if num_kv_heads % settings.tensor_parallel_size != 0:
         raise ValueError(
-            f"tensor_parallel_size={settings.tensor_parallel_size} does not divide the model's {num_kv_heads} KV heads; "
-            "every rank must hold whole KV heads: use fewer ranks for the fit (the artifact serves any number)"
+            f"tensor_parallel_size={settings.tensor_parallel_size} does not divide the model's {num_kv_heads} KV "
+            "heads; every rank must hold whole KV heads: use fewer ranks for the fit (the artifact serves any number)"
         )
 
 
@@ -243,7 +248,7 @@ def fit_layer(layer: int, capture: LayerCapture, settings: FitSettings) -> Layer
     Source: arXiv 2608.04074, algorithms 2 and 3.
     """
     moments = capture.moments
-    num_kv_heads, head_size = moments.key_mean.shape
+    num_kv_heads = moments.key_mean.shape[0]
     num_queries = moments.num_tokens * capture.heldout_query.shape[1] // num_kv_heads
     keys = transform.key_transforms(
         moments.query_moment / num_queries, moments.key_scatter / moments.num_tokens, settings.group_size
@@ -338,33 +343,38 @@ def key_figures(codec: LayerCodec, query: Tensor, key: Tensor) -> tuple[float, f
 
     Source: arXiv 2608.04074, equation 5 and section 8.1 (top-1 attention agreement).
     """
-    num_tokens, num_kv_heads, head_size = key.shape
+    num_tokens, num_kv_heads, _ = key.shape
     device = codec.key_mean.device
     key = key.to(device)
     indices, key_scale = quantizer.encode_keys(key, codec)
     decoded = quantizer.decode_keys(indices, key_scale, codec.codebook)
     heads_per_kv_head = query.shape[1] // num_kv_heads
-    positions = torch.arange(num_tokens, device=device)
-    block = max(1, _LOGITS_PER_BLOCK // (heads_per_kv_head * num_tokens))
+    key_positions = torch.arange(num_tokens, device=device)
+    query_positions = key_positions[:: max(1, num_tokens // _MAX_FIGURE_QUERIES)]
     error = torch.zeros((), dtype=torch.float64, device=device)
     energy = torch.zeros_like(error)
     num_agreeing = torch.zeros((), dtype=torch.int64, device=device)
     for head in range(num_kv_heads):
-        mean = codec.key_mean[head]
-        for start in range(0, num_tokens, block):
-            stop = min(start + block, num_tokens)
+        # [num_tokens, head_size]
+        exact_keys, restored_keys = key[:, head].float(), decoded[:, head]
+        for positions in query_positions.split(max(1, _LOGITS_PER_BLOCK // (heads_per_kv_head * num_tokens))):
             # [heads_per_kv_head, block, head_size]
-            rows = query[start:stop, head * heads_per_kv_head : (head + 1) * heads_per_kv_head].to(device).float()
-            rows = rows.transpose(0, 1)
+            rows = query[positions.to(query.device), head * heads_per_kv_head : (head + 1) * heads_per_kv_head]
+            rows = rows.to(device).float().transpose(0, 1)
             # [heads_per_kv_head, block, num_tokens]
-            exact = rows @ key[:stop, head].float().T
-            restored = rows @ codec.key_transform_inv_t[head] @ decoded[:stop, head].T + (rows @ mean).unsqueeze(2)
-            is_future = positions[:stop] > positions[start:stop].unsqueeze(1)
-            error += (exact - restored).masked_fill(is_future, 0).double().square().sum()
-            energy += exact.masked_fill(is_future, 0).double().square().sum()
-            best = exact.masked_fill(is_future, -math.inf).argmax(dim=2)
-            num_agreeing += (restored.masked_fill(is_future, -math.inf).argmax(dim=2) == best).sum()
-    return _ratio(error, energy), int(num_agreeing) / (num_tokens * query.shape[1])
+            exact = rows @ exact_keys.T
+            restored = rows @ codec.key_transform_inv_t[head] @ restored_keys.T
+            restored += (rows @ codec.key_mean[head]).unsqueeze(2)
+            is_future = key_positions > positions.unsqueeze(1)
+            num_agreeing += (_best(exact, is_future) == _best(restored, is_future)).sum()
+            error += (exact - restored).masked_fill_(is_future, 0).double().square().sum()
+            energy += exact.masked_fill_(is_future, 0).double().square().sum()
+    return _ratio(error, energy), int(num_agreeing) / (query_positions.numel() * query.shape[1])
+
+
+def _best(logits: Tensor, is_future: Tensor) -> Tensor:
+    """Index of the largest logit that a query may see."""
+    return logits.masked_fill(is_future, -math.inf).argmax(dim=2)
 
 
 def value_error(codec: LayerCodec, value: Tensor) -> float:

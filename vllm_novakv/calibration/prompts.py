@@ -1,7 +1,7 @@
 """Calibration text: read a prompt file, turn it into sequences of tokens, and keep the last part for measuring.
 
-    read_prompts    .txt, .jsonl or .csv file -> prompts (strings)
-    plan_text       prompts and a tokenizer -> sequences for the fit and one held-out sequence
+read_prompts    .txt, .jsonl or .csv file -> prompts (strings)
+plan_text       prompts and a tokenizer -> sequences for the fit and one held-out sequence
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def read_prompts(path: Path, columns: Sequence[str] | None = None, seed: int = 0
     - `.jsonl`: one prompt per line; a line is a string or an object.
     - `.csv`: one prompt per row; the first row names the columns.
 
-    A row or object becomes the chosen columns, joined by newlines. Without a choice: a multiple-choice question (columns
-    Question, Correct Answer, Incorrect Answer 1 to 3) becomes the question with its options A to D, whose order is drawn
-    from the seed so that it says nothing about the answer; otherwise the first column named question, prompt or text.
+    A row or object becomes the chosen columns, joined by newlines. Without a choice: a multiple-choice question
+    (columns Question, Correct Answer, Incorrect Answer 1 to 3) becomes the question with its options A to D, whose
+    order is drawn from the seed so that it says nothing about the answer; otherwise the first column named question,
+    prompt or text.
 
     Args:
         path: the file, UTF-8.
@@ -109,9 +110,9 @@ def _read_jsonl(path: Path, columns: Sequence[str] | None, order: random.Random)
             elif isinstance(row, dict):
                 yield _prompt_of_row(row, columns, order, f"{path} line {number}")
             else:
+                allowed = "an object, as --prompt-columns asks for" if columns else "an object or a string"
                 raise ValueError(
-                    f"{path} line {number} is a JSON {type(row).__name__}; a line must be an object"
-                    f"{'' if columns else ' or a string'}: fix the line{' or leave --prompt-columns out' if columns else ''}"
+                    f"{path} line {number} is a JSON {type(row).__name__}; a line must be {allowed}: fix the line"
                 )
 
 
