@@ -21,6 +21,8 @@ def main() -> None:
         model=options.model,
         attention_backend="NOVAKV",
         max_model_len=options.max_model_len,
+        # on a CPU, vLLM would otherwise ask for nearly all of the machine's memory
+        kv_cache_memory_bytes=2**30,
         # every setting and its default: see README; {} takes the artifact that was fitted for this model
         additional_config={"novakv": {}},
     )

@@ -20,6 +20,8 @@ from fetch_smollm2 import fetch
 QUESTION = "What is the capital of France, and what is it known for?"
 START_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
+# without a size, vLLM on a CPU asks for nearly all of the machine's memory
+CACHE_BYTES = 2**30
 NOVAKV = [sys.executable, "-m", "vllm_novakv.cli"]
 
 
@@ -51,7 +53,7 @@ def running_server(model: Path, log: Path, *options: str) -> Iterator[str]:
     """A server for a model on a free port of this machine: its URL; stopped when the block ends."""
     port = find_free_port()
     command = [*NOVAKV, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
-    command += ["--served-model-name", model.name, *options]
+    command += ["--served-model-name", model.name, "--kv-cache-memory-bytes", str(CACHE_BYTES), *options]
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"

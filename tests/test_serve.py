@@ -14,8 +14,7 @@ EXACT = json.dumps({"novakv": {"history": "exact"}})
 
 
 @pytest.mark.e2e
-def test_served_model_answers_a_chat_request(smollm2_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def test_served_model_answers_a_chat_request(smollm2_dir, tmp_path):
     log = tmp_path / "server.log"
     # the lossless history needs no fitted artifact
     options = ("--additional-config", EXACT, "--enforce-eager", "--max-num-batched-tokens", "2048")
