@@ -13,7 +13,7 @@ the chunk's own keys and values; a block for them serves only a later request th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_novakv.backend.compat import (
     BlockHashList,
@@ -51,8 +51,10 @@ class BandManager(SingleTypeKVCacheManager):
         self._freed_until: dict[str, int] = {}
         # Request id -> boundaries (tokens) whose tail a later request is expected to need.
         self._boundaries: dict[str, set[int]] = {}
-        # Request id -> (first block number, blocks) of the allocation that is being made in this call of vLLM's.
+        # Request id -> (first block number, blocks) of its latest allocation, until `cache_blocks` has seen it.
         self._in_allocation: dict[str, tuple[int, list[KVCacheBlock]]] = {}
+        # Request id -> optional blocks of its latest step.
+        self._optional: dict[str, list[int]] = {}
         self._check_pool_and_log()
 
     def _check_pool_and_log(self) -> None:
@@ -125,9 +127,7 @@ class BandManager(SingleTypeKVCacheManager):
         super().add_local_computed_blocks(
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
-        self._freed_until[request_id] = self.geometry.tail(num_local_computed_tokens).start
-        if num_local_computed_tokens:
-            self._boundaries.setdefault(request_id, set()).add(num_local_computed_tokens)
+        self._boundaries.setdefault(request_id, set()).add(num_local_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Extend the request's blocks to ``num_tokens`` tokens: required blocks are real, optional ones null for now.
@@ -157,39 +157,45 @@ class BandManager(SingleTypeKVCacheManager):
         boundaries = self._boundaries.setdefault(request_id, set())
         for position in (*replay_boundaries, request.num_prompt_tokens, request.shared_prefix_boundary):
             boundaries.add(position // BLOCK_TOKENS * BLOCK_TOKENS)
-        self._fill_optional_blocks(request_id, request.shared_prefix_boundary)
+        self._fill_optional_blocks(request)
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
-    def _fill_optional_blocks(self, request_id: str, shared_prefix_boundary: int) -> None:
-        first, new_blocks = self._in_allocation.pop(request_id, (0, []))
+    def _fill_optional_blocks(self, request: Request) -> None:
+        first, new_blocks = self._in_allocation.pop(request.request_id, (0, []))
         nulls = [first + i for i, block in enumerate(new_blocks) if block.is_null]
         if not nulls:
             return
+        # Half of the blocks without a cached prefix, a quarter of all: other requests of this step need some.
         if num_uncached_free_blocks(self.block_pool) // 2 >= len(nulls):
             wanted = nulls
         else:
-            # A quarter of the free blocks at most: other requests of this step need some.
-            tail = self.geometry.tail(shared_prefix_boundary)
+            tail = self.geometry.tail(request.shared_prefix_boundary)
             wanted = [number for number in nulls if number in tail]
             if len(wanted) > self.block_pool.get_num_free_blocks() // 4:
                 wanted = []
-        blocks = self.req_to_blocks[request_id]
+        blocks = self.req_to_blocks[request.request_id]
         for number, block in zip(wanted, self.block_pool.get_new_blocks(len(wanted)), strict=True):
             blocks[number] = new_blocks[number - first] = block
+        self._optional[request.request_id] = wanted
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free the blocks that left the window, given that ``processed_computed_tokens`` tokens are done."""
+        """Free the blocks that left the window, given that ``processed_computed_tokens`` tokens are done.
+
+        Optional blocks are freed at the request's next step, even while their own is in flight: no step of the request
+        reads them, and who gets them writes in a later step. So they never take room from their own request.
+        """
         blocks = self.req_to_blocks.get(request_id)
         if not blocks:
             return
         start = max(self._freed_until.get(request_id, 0), self.geometry.num_sink_blocks)
         end = min(self.geometry.window_start_block(processed_computed_tokens), len(blocks))
-        if start >= end:
+        self._freed_until[request_id] = max(start, end)
+        numbers = (*self._optional.pop(request_id, ()), *range(start, end))
+        released = {number: blocks[number] for number in numbers if not blocks[number].is_null}
+        if not released:
             return
-        self._freed_until[request_id] = end
-        released = {number: blocks[number] for number in range(start, end) if not blocks[number].is_null}
         for number in released:
             blocks[number] = self._null_block
         self._release(request_id, released)
@@ -213,8 +219,14 @@ class BandManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Drop the request and return its blocks, which vLLM frees."""
-        for state in (self._freed_until, self._boundaries, self._in_allocation):
-            state.pop(request_id, None)  # type: ignore[attr-defined]
+        states: tuple[dict[str, Any], ...] = (
+            self._freed_until,
+            self._boundaries,
+            self._in_allocation,
+            self._optional,
+        )
+        for state in states:
+            state.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -230,14 +242,14 @@ class BandManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Longest prefix, a multiple of ``alignment_tokens``, whose sink and tail blocks are all cached.
+        """Longest prefix, a multiple of ``alignment_tokens`` and of 128, whose sink and tail blocks are all cached.
 
         Returns:
             One list of ``length / 16`` blocks per group with nulls between sink and tail, and the length in tokens.
         """
         if drop_eagle_block or dcp_world_size > 1 or pcp_world_size > 1:
             raise NotImplementedError("speculative decoding and context parallelism are refused at start-up")
-        geometry = kv_cache_spec.geometry  # type: ignore[attr-defined]
+        geometry = cast("NovaBandSpec", kv_cache_spec).geometry
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
         boundary_tokens = max(alignment_tokens, BLOCK_TOKENS)
 
