@@ -67,7 +67,10 @@ class BandGeometry:
         return range(min(self.num_sink_blocks, tail.start)), tail
 
     def steady_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a decoding request of up to ``num_tokens`` tokens holds."""
+        """Most blocks that a decoding request of up to ``num_tokens`` tokens holds.
+
+        It holds one more for a step or two in 128: a token after a boundary is stored before the window moves on.
+        """
         return min(-(-num_tokens // BAND_BLOCK_TOKENS), self.num_sink_blocks + self.max_window_blocks)
 
     def peak_blocks(self, num_tokens: int, max_steps_in_flight: int) -> int:

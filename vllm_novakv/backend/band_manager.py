@@ -39,13 +39,19 @@ class BandManager(SingleTypeKVCacheManager):
     """Manager of one `NovaBandSpec` group.
 
     Raises:
-        ValueError: at start-up, when the pool cannot hold one request of the longest length.
+        NotImplementedError: at start-up, when vLLM changed the block size to give all layers one page size.
     """
 
     kv_cache_spec: NovaBandSpec
 
     def __init__(self, kv_cache_spec: NovaBandSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        if self.block_size != BAND_BLOCK_TOKENS:
+            raise NotImplementedError(
+                f"vLLM stretched the band's blocks to {self.block_size} tokens to match the pages of layers that are "
+                f"not quantized; they must hold {BAND_BLOCK_TOKENS}. Drop the setting skip_layers, or serve this model "
+                "without NOVAKV"
+            )
         self.geometry = kv_cache_spec.geometry
         # Request id -> first window block when blocks were last freed: everything between sink and it is null.
         self._freed_until: dict[str, int] = {}
@@ -55,40 +61,24 @@ class BandManager(SingleTypeKVCacheManager):
         self._in_allocation: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         # Request id -> optional blocks of its latest step.
         self._optional: dict[str, list[int]] = {}
-        self._check_pool_and_log()
+        self._log_sizes()
 
-    def _check_pool_and_log(self) -> None:
+    def _log_sizes(self) -> None:
         spec = self.kv_cache_spec
-        num_blocks = self.block_pool.num_gpu_blocks - 1  # block 0 is the null block
-        history_blocks = -(-spec.max_model_len // BLOCK_TOKENS)
-        peak = history_blocks + self.geometry.peak_blocks(spec.max_model_len, spec.max_steps_in_flight)
-        if num_blocks < peak:
-            raise ValueError(
-                f"the KV cache holds {num_blocks} blocks, but one request of {spec.max_model_len} tokens (the model's "
-                f"limit) needs {peak} while its prompt is computed ({history_blocks} of history, the rest of the BF16 "
-                f"band); give the cache more memory (--gpu-memory-utilization, on CPU VLLM_CPU_KVCACHE_SPACE) or lower "
-                f"--max-model-len"
-            )
-        steady = self.geometry.steady_blocks(spec.max_model_len)
         elements = 2 * spec.head_size
-        bytes_per_token = spec.num_layers * spec.num_kv_heads * spec.history_record_bytes
-        bf16_bytes_per_token = spec.num_layers * spec.num_kv_heads * elements * 2
-        max_requests = num_blocks / (history_blocks + steady)
-        logger.info(
+        heads = spec.num_layers * spec.num_kv_heads
+        # Once, however many groups vLLM makes of the layers. vLLM itself logs how many tokens and requests fit.
+        logger.info_once(
             "NOVAKV cache: %.3f bits per element, %d bytes per token of history in %d layers (BF16: %d); BF16 band of "
-            "%d first and %d latest tokens, at most %d blocks of %d tokens a request; %s tokens fit in %.2f requests "
-            "of %d tokens",
+            "%d first and %d latest tokens, at most %d blocks of %d tokens a request",
             8 * spec.history_record_bytes / elements,
-            bytes_per_token,
+            heads * spec.history_record_bytes,
             spec.num_layers,
-            bf16_bytes_per_token,
+            heads * elements * 2,
             spec.sink_tokens,
             spec.recent_tokens,
-            steady,
+            self.geometry.steady_blocks(spec.max_model_len),
             BAND_BLOCK_TOKENS,
-            f"{int(max_requests * spec.max_model_len):,}",
-            max_requests,
-            spec.max_model_len,
         )
 
     def get_num_blocks_to_allocate(
@@ -270,9 +260,10 @@ class BandManager(SingleTypeKVCacheManager):
             if missing is None:
                 sink_found, missing = lookup(sink)
                 if missing is None:
-                    found |= sink_found
-                    null = [block_pool.null_block] * len(kv_cache_group_ids)
-                    rows = [found.get(number, null) for number in range(length // BAND_BLOCK_TOKENS)]
-                    return tuple(list(group) for group in zip(*rows, strict=True)), length
+                    hit = tuple([block_pool.null_block] * (length // BAND_BLOCK_TOKENS) for _ in kv_cache_group_ids)
+                    for number, cached in (found | sink_found).items():
+                        for group, block in zip(hit, cached, strict=True):
+                            group[number] = block
+                    return hit, length
             length = missing * BAND_BLOCK_TOKENS // boundary_tokens * boundary_tokens
         return tuple([] for _ in kv_cache_group_ids), 0

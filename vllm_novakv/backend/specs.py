@@ -63,12 +63,18 @@ class NovaBandSpec(AttentionSpec):
         return BandGeometry(self.sink_tokens, self.recent_tokens)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes that one decoding request of the longest length holds; vLLM derives the reported capacity from it.
+        """Bytes that one request of the longest length holds: at most while the pool is sized, decoding afterwards.
 
-        A prompt that is being computed holds more for one or two steps (`BandGeometry.peak_blocks`); that part is
-        needed once and not per request, so `BandManager` checks it against the pool instead.
+        A prompt that is being computed holds more for one or two steps (`BandGeometry.peak_blocks`). The pool must have
+        that, so vLLM's start-up check (and ``--max-model-len auto``) counts it; but it is needed once and not per
+        request, so the capacity that vLLM reports does not. Between the two, vLLM notes the pool's size.
         """
-        return self.geometry.steady_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
+        max_model_len = vllm_config.model_config.max_model_len
+        if vllm_config.cache_config.num_gpu_blocks is None:
+            blocks = self.geometry.peak_blocks(max_model_len, self.max_steps_in_flight)
+        else:
+            blocks = self.geometry.steady_blocks(max_model_len)
+        return blocks * self.page_size_bytes
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
