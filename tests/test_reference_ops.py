@@ -60,7 +60,7 @@ def make_batch(
     missing: tuple[int, ...] = (),
     is_padded: bool = False,
 ) -> Batch:
-    """Store sequences of the given lengths; band blocks outside sink and window are not held, nor those in `missing`."""
+    """Store sequences of the given lengths; the band holds sink and window, but no block in `missing`."""
     codec = sample_codec(num_heads=num_kv_heads, head_size=head_size, num_centroids=64)
     record = codec.layout.record_bytes
     num_history = sum(-(-n // BLOCK_TOKENS) for n in lengths) + 1

@@ -21,7 +21,7 @@ def register() -> None:
         member = AttentionBackendEnum.register(BACKEND_NAME, BACKEND_PATH)
         # A spawned process unpickles the configuration before it loads plugins: let the member register itself.
         # Can go when vLLM loads general plugins before it unpickles its configuration.
-        member.__reduce_ex__ = lambda protocol: (restore_member, ())  # type: ignore[method-assign]
+        member.__reduce_ex__ = lambda protocol: (restore_member, ())
     _wrap_platform()
 
 
