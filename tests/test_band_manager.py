@@ -115,6 +115,15 @@ def test_optional_blocks_are_real_while_the_pool_is_empty_and_freed_at_the_next_
     assert real_blocks(engine, request) == [0, 1, 2, 3, *range(72, 100)]
 
 
+@pytest.mark.parametrize(("num_missing", "is_filled"), [(0, True), (1, False)])
+def test_optional_blocks_take_half_of_the_uncached_blocks(num_missing, is_filled):
+    # 12 of history, of which 11 are cached by then, 26 required and 68 optional.
+    engine = Engine(Setup(num_blocks=1 + 12 + 11 + 26 + 2 * 68 - num_missing))
+    request = engine.add(tokens(1500, seed=0), max_tokens=3)
+    engine.step()
+    assert real_blocks(engine, request) == ([*range(94)] if is_filled else [0, 1, 2, 3, *range(72, 94)])
+
+
 def test_worker_gets_optional_blocks_of_later_chunks():
     engine = Engine(Setup(num_blocks=400, max_num_batched_tokens=1024))
     request = engine.add(tokens(2000, seed=0), max_tokens=5)
@@ -344,6 +353,19 @@ def test_released_blocks_lose_their_hash_when_the_pool_is_full():
     }
     # The sink, the tail of the prompt's last boundary (1,408) and what was held up to the last one (1,536).
     assert cached == {*range(4), *range(72, 96)}
+
+
+def test_released_blocks_keep_their_hash_while_others_use_them():
+    engine = full_pool_engine(Setup(num_blocks=200, max_num_batched_tokens=512))
+    engine.chunk_limit = 256
+    shared = tokens(1000, seed=0)
+    first = engine.add(shared + tokens(1000, seed=1), max_tokens=2)
+    while first.num_computed_tokens < 1024:
+        engine.step()
+    second = engine.add(shared + tokens(30, seed=2), max_tokens=20)
+    engine.run()
+    assert engine.hits[second.request_id] == 896
+    assert engine.serve(shared + tokens(30, seed=3)) == 896
 
 
 def test_released_blocks_keep_their_hash_while_the_pool_has_room():
