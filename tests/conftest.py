@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ if not torch.cuda.is_available():
 
 PROJECT = Path(__file__).resolve().parent.parent
 SMOLLM2 = PROJECT / ".cache" / "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """vLLM writes to the environment; no test, nor a server that it starts, inherits what an earlier one left there."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

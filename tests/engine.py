@@ -60,6 +60,7 @@ def engine(model: Path, novakv: dict[str, Any] | None = None, **options: Any) ->
         novakv: settings below ``additional_config["novakv"]``, or ``None`` for the stock backend.
         options: further arguments of ``vllm.LLM``.
     """
+    environment = dict(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
@@ -76,14 +77,19 @@ def engine(model: Path, novakv: dict[str, Any] | None = None, **options: Any) ->
     }
     if novakv is not None:
         defaults |= {"attention_backend": "NOVAKV", "additional_config": {"novakv": novakv}}
-    llm = LLM(str(model), **(defaults | options))
     try:
-        yield llm
+        llm = LLM(str(model), **(defaults | options))
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        # vLLM writes to the environment too; a server that a later test starts must not inherit any of it.
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def generate(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
