@@ -109,7 +109,9 @@ def main() -> int:
         print(
             f"{name:>7}: {sum(found)} of {len(found)} needles, prompts of {max(map(len, prompts))} tokens", flush=True
         )
-    settings = {key: str(value) for key, value in vars(options).items() if key not in ("model", "text", "artifact")}
+    settings = {
+        key: str(value) for key, value in vars(options).items() if key not in ("model", "text", "artifact", "records")
+    }
     settings |= {"model": Path(options.model).name, "text": options.text.name, "expected": answers}
     path = write_record(options.records, f"shared-needles-{Path(options.model).name}", settings, results)
     print(path)
