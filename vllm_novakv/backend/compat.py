@@ -98,7 +98,7 @@ def register_spec(
 
 
 def num_uncached_free_blocks(block_pool: BlockPool) -> int:
-    """Free blocks that certainly hold no cached prefix (a lower bound: cached blocks in use are subtracted too).
+    """Free blocks that hold no cached prefix, estimated: cached blocks in use are subtracted too, duplicates are not.
 
     Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
     """
