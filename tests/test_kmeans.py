@@ -77,11 +77,11 @@ def test_fit_codebooks_improves_with_iterations() -> None:
 
 
 def test_default_schedule_is_nearly_as_good_as_all_points_in_every_iteration() -> None:
-    points = skewed_points(4, 32 * 256)
+    points = skewed_points(4, 32 * 128)
     assert sum(count for _, count in kmeans.SCHEDULE) == 25
     plain = fit_codebooks(points, 32, seed=0, schedule=((1, 25),)).centroids
     fast = fit_codebooks(points, 32, seed=0).centroids
-    assert brute_force(points, fast).mean() < 1.02 * brute_force(points, plain).mean()
+    assert brute_force(points, fast).mean() < 1.03 * brute_force(points, plain).mean()
 
 
 def test_fit_codebooks_solves_problems_independently() -> None:

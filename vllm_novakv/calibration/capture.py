@@ -63,6 +63,7 @@ class ModelFacts:
         model_dtype: type of the activations when the model is served.
         run_dtype: type of the activations in the calibration run, see `inspect_model`.
         cache_bytes_per_token: bytes of one token in vLLM's own KV cache during the run, all layers, over all ranks.
+        is_cpu: whether vLLM runs on a CPU.
         vllm_version: version of the running vLLM.
     """
 
@@ -72,6 +73,7 @@ class ModelFacts:
     model_dtype: torch.dtype
     run_dtype: torch.dtype
     cache_bytes_per_token: int
+    is_cpu: bool
     vllm_version: str
 
 
@@ -145,6 +147,7 @@ def inspect_model(model: str, dtype: str = "auto") -> ModelFacts:
         model_dtype=config.dtype,
         run_dtype=run_dtype,
         cache_bytes_per_token=num_layers * 2 * num_kv_heads * config.get_head_size() * run_dtype.itemsize,
+        is_cpu=current_platform.is_cpu(),
         vllm_version=vllm.__version__,
     )
 
@@ -203,7 +206,7 @@ def capture(model: str, plan: CapturePlan, facts: ModelFacts, tensor_parallel_si
     Source: arXiv 2608.04074, section 8.3: statistics in prefill only.
     """
     longest = max(len(sequence) for sequence in (*plan.sequences, plan.heldout))
-    chunk_tokens = _CHUNK_TOKENS_CPU if current_platform.is_cpu() else _CHUNK_TOKENS_GPU
+    chunk_tokens = _CHUNK_TOKENS_CPU if facts.is_cpu else _CHUNK_TOKENS_GPU
     with _running(model, longest, chunk_tokens, facts, tensor_parallel_size) as llm:
         attached = llm.collective_rpc(_attach, args=(plan, facts.model_dtype))[0]
         total = plan.num_tokens + len(plan.heldout)

@@ -57,7 +57,11 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         "--num-tokens", type=int, metavar="N", help="tokens for the fit (default: what the text gives, at most 131072)"
     )
     parser.add_argument(
-        "--seq-len", type=int, metavar="T", help="tokens per sequence (default: the model's limit, at most 8192)"
+        "--seq-len",
+        type=int,
+        metavar="T",
+        help="tokens per sequence, best as long as the context that will be served (default: the model's limit, at most "
+        "8192, on a CPU 4096)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="artifact directory (default: where the server finds it by itself)"

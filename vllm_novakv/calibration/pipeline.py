@@ -26,10 +26,10 @@ from vllm_novakv.fingerprint import ModelFingerprint, default_artifact_dir, fing
 from vllm_novakv.support import assess_model
 
 if TYPE_CHECKING:
-    from vllm_novakv.calibration.capture import LayerCapture
+    from vllm_novakv.calibration.capture import LayerCapture, ModelFacts
 
 # Figures need no more queries than this; they are spread over the held-out text and see all of its keys.
-_MAX_FIGURE_QUERIES = 512
+_MAX_FIGURE_QUERIES = 256
 
 # Held-out logits of one block of query rows: at most 64 MB in float32.
 _LOGITS_PER_BLOCK = 1 << 24
@@ -48,7 +48,9 @@ class FitSettings(BaseModel):
     prompts: Path | None = Field(default=None, description="Prompt file; None is the text that ships with the package.")
     prompt_columns: tuple[str, ...] | None = Field(default=None, description="Columns of a .csv or .jsonl file.")
     num_tokens: int | None = Field(default=None, ge=1, description="Tokens for the fit; None is all, up to 131,072.")
-    seq_len: int | None = Field(default=None, ge=2, description="Tokens per sequence; None is min(limit, 8192).")
+    seq_len: int | None = Field(
+        default=None, ge=2, description="Tokens per sequence; None is 8192 at most, 4096 on a CPU."
+    )
     out: Path | None = Field(default=None, description="Artifact directory; None is where the server looks.")
     seed: int = Field(default=0, ge=0, description="Of k-means, of the samples drawn and of the order of options.")
     codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(
@@ -138,7 +140,7 @@ def fit(settings: FitSettings) -> FitResult:
 
     facts = inspect_model(settings.model, settings.dtype)
     _check_model(settings, facts.hf_config, facts.num_kv_heads)
-    seq_len = _sequence_length(settings.seq_len, facts.max_model_len)
+    seq_len = _sequence_length(settings.seq_len, facts)
     tokenizer = load_tokenizer(settings.model)
     prefix = tokenizer.encode("", add_special_tokens=True)[:1]
     text = texts.plan_text(
@@ -196,13 +198,12 @@ def _check_model(settings: FitSettings, hf_config: dict[str, object], num_kv_hea
         )
 
 
-def _sequence_length(asked: int | None, max_model_len: int) -> int:
+def _sequence_length(asked: int | None, facts: ModelFacts) -> int:
+    limit = facts.max_model_len
     if asked is None:
-        return min(max_model_len, texts.DEFAULT_SEQ_LEN)
-    if asked > max_model_len:
-        raise ValueError(
-            f"--seq-len {asked} is longer than the model's limit of {max_model_len} tokens: use {max_model_len} or less"
-        )
+        return min(limit, texts.DEFAULT_SEQ_LEN_CPU if facts.is_cpu else texts.DEFAULT_SEQ_LEN)
+    if asked > limit:
+        raise ValueError(f"--seq-len {asked} is longer than the model's limit of {limit} tokens: use {limit} or less")
     return asked
 
 
