@@ -60,7 +60,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         "--seq-len",
         type=int,
         metavar="T",
-        help="tokens per sequence, best as long as the context that will be served (default: the model's limit, at most "
+        help="tokens per sequence, best as long as the served context (default: the model's limit, at most "
         "8192, on a CPU 4096)",
     )
     parser.add_argument(
