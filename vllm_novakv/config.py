@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 ADDITIONAL_CONFIG_KEY = "novakv"
 BAND_BLOCK_TOKENS = 16
@@ -44,17 +44,33 @@ class NovaKVConfig(BaseModel):
     recent_tokens: int = Field(
         default=256, ge=16, le=8192, description="Latest tokens of a sequence kept in BF16; a multiple of 16."
     )
+    prompt_recent_tokens: int = Field(
+        default=1024,
+        ge=16,
+        le=1 << 20,
+        description="Tokens before a prompt token that it reads in BF16, while the prompt is computed; a multiple of 16, "
+        "at least recent_tokens.",
+    )
     skip_layers: tuple[int, ...] = Field(
         default=(), description="Indices of attention layers that stay on vLLM's own backend, in the model's type."
     )
     history: HistoryFormat = Field(default=HistoryFormat.QUANTIZED, description="'exact' is for tests only.")
 
-    @field_validator("sink_tokens", "recent_tokens")
+    @field_validator("sink_tokens", "recent_tokens", "prompt_recent_tokens")
     @classmethod
     def _is_whole_band_blocks(cls, value: int) -> int:
         if value % BAND_BLOCK_TOKENS:
             raise ValueError(f"got {value}; must be a multiple of {BAND_BLOCK_TOKENS} (the band's block size)")
         return value
+
+    @model_validator(mode="after")
+    def _prompt_window_is_the_wider(self) -> Self:
+        if self.prompt_recent_tokens < self.recent_tokens:
+            raise ValueError(
+                f"prompt_recent_tokens={self.prompt_recent_tokens} is less than recent_tokens={self.recent_tokens}; "
+                "raise the first or lower the second"
+            )
+        return self
 
     @field_validator("skip_layers")
     @classmethod
