@@ -35,7 +35,7 @@ from vllm_novakv.ops.store import store
 from vllm_novakv.ops.tables import KernelTables, PackedHistory
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-SINK, RECENT, BAND_BLOCK = 64, 256, 16
+SINK, RECENT, PROMPT_RECENT, BAND_BLOCK = 64, 256, 1024, 16
 DEVICE = torch.device("cuda")
 REPEATS = 15
 TOLERANCE = 1e-2
@@ -111,7 +111,8 @@ def random_cache(num_requests: int, length: int, kept_from: int, tables: KernelT
     band_table[:, kept] = (torch.randperm(count, device=DEVICE).to(torch.int32) + 1).view(num_requests, -1)
     band = torch.randn(count + 1, KV_HEADS, BAND_BLOCK, 2 * SIZE, device=DEVICE).to(torch.bfloat16)
     seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device=DEVICE)
-    return PackedHistory(cache, tables.codec, tables), band, order.view(num_requests, blocks), band_table, seq_lens
+    history = PackedHistory(cache, tables.codec, tables)
+    return history, band, order.view(num_requests, blocks), band_table, seq_lens
 
 
 def check(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -129,16 +130,19 @@ def measure_decode(case: str, tables: KernelTables, copy: float) -> dict[str, An
     query = torch.randn(num_requests, HEADS, SIZE, device=DEVICE).to(torch.bfloat16)
     output = torch.empty_like(query)
     workspace = DecodeWorkspace.allocate(num_requests, HEADS, KV_HEADS, SIZE, DEVICE)
-    options = (SIZE**-0.5, SINK, RECENT)
+    prompt_lens = seq_lens - 1
+    options = (SIZE**-0.5, SINK, RECENT, PROMPT_RECENT)
 
     def run(use_cuda: bool) -> None:
         paged_decode(
-            query, history, band, table, band_table, seq_lens, *options, output=output, workspace=workspace,
-            use_cuda=use_cuda,
+            query, history, band, table, band_table, seq_lens, prompt_lens, *options, output=output,
+            workspace=workspace, use_cuda=use_cuda,
         )  # fmt: skip
 
     plain = reference.QuantizedHistory(history.cache, tables.codec)
-    expected = reference.paged_decode(query[:2], plain, band, table[:2], band_table[:2], seq_lens[:2], *options)
+    expected = reference.paged_decode(
+        query[:2], plain, band, table[:2], band_table[:2], seq_lens[:2], prompt_lens[:2], *options
+    )
     record_bytes = num_requests * length * KV_HEADS * tables.codec.layout.record_bytes
     result: dict[str, Any] = {"splits": decode_op.num_splits(num_requests, KV_HEADS, DEVICE)}
     for name, use_cuda in (("triton", False), ("cuda", True)):
@@ -208,13 +212,13 @@ def measure_prefill(case: str, tables: KernelTables, copy: float) -> dict[str, A
     """One chunk of one request behind some context."""
     chunk, context = map(int, case.split("+"))
     length = chunk + context
-    history, band, table, band_table, seq_lens = random_cache(1, length, context - RECENT, tables)
+    history, band, table, band_table, seq_lens = random_cache(1, length, context - PROMPT_RECENT, tables)
     query = torch.randn(chunk, HEADS, SIZE, device=DEVICE).to(torch.bfloat16)
     key = torch.randn(chunk, KV_HEADS, SIZE, device=DEVICE).to(torch.bfloat16)
     value = torch.randn_like(key)
     output = torch.empty_like(query)
     starts = torch.tensor([0, chunk], dtype=torch.int32, device=DEVICE)
-    arguments = (band, table, band_table, starts, seq_lens, SIZE**-0.5, SINK, RECENT)
+    arguments = (band, table, band_table, starts, seq_lens, seq_lens, SIZE**-0.5, SINK, RECENT, PROMPT_RECENT)
     # a later chunk finds this one's tokens in the band
     position = torch.arange(context, length, device=DEVICE)
     band_slots = band_table[0].long()[position // BAND_BLOCK] * BAND_BLOCK + position % BAND_BLOCK
@@ -225,7 +229,7 @@ def measure_prefill(case: str, tables: KernelTables, copy: float) -> dict[str, A
     band_like = reference.QuantizedHistory(history.cache, tables.codec)
     full = reference.prefill(
         query[-512:], key[-512:], value[-512:], band_like, band, table, band_table,
-        torch.tensor([0, 512], dtype=torch.int32), seq_lens, SIZE**-0.5, SINK, RECENT,
+        torch.tensor([0, 512], dtype=torch.int32), seq_lens, seq_lens, SIZE**-0.5, SINK, RECENT, PROMPT_RECENT,
     )  # fmt: skip
     error = check(output[last], full[-64:])
     time_us = timed(lambda: prefill(query, key, value, history, *arguments, output=output), repeats=5)
@@ -250,7 +254,14 @@ def write_record(arguments: argparse.Namespace, results: dict[str, Any]) -> None
         "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
         "commit": arguments.commit or head,
         "command": " ".join(["python", *sys.argv]),
-        "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "sink": SINK, "recent": RECENT},
+        "shape": {
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "head_size": SIZE,
+            "sink": SINK,
+            "recent": RECENT,
+            "prompt_recent": PROMPT_RECENT,
+        },
         "repeats": REPEATS,
         "results": results,
     }

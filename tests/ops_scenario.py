@@ -15,15 +15,18 @@ BAND_BLOCK = 16
 @dataclass(frozen=True)
 class Scenario:
     """A batch to attend over. `layout` is LBHNC (a layer's blocks are adjacent) or BLHNC (layers inside a block);
-    `page_padding` bytes follow each page. `drop_band` requests have lost their recent band blocks before the chunk."""
+    `page_padding` bytes follow each page. `drop_band` requests have lost their recent band blocks before the chunk.
+    `prompt_lens`: by default a chunk is all prompt, and a single query the first generated token."""
 
     seq_lens: tuple[int, ...]
     query_lens: tuple[int, ...] = ()
+    prompt_lens: tuple[int, ...] = ()
     num_kv_heads: int = 2
     group: int = 4
     head_size: int = 64
     sink: int = 8
     recent: int = 24
+    prompt_recent: int = 40
     layout: str = "LBHNC"
     page_padding: int = 0
     drop_band: tuple[int, ...] = ()
@@ -48,6 +51,7 @@ class Batch:
     history_table: torch.Tensor
     band_table: torch.Tensor
     seq_lens: torch.Tensor
+    prompt_lens: torch.Tensor
     query_start_loc: torch.Tensor
     sinks: torch.Tensor | None
     requests: list = field(default_factory=list)
@@ -59,7 +63,7 @@ class Batch:
     @property
     def options(self):
         s = self.scenario
-        return (self.scale, s.sink, s.recent, s.cap, self.sinks)
+        return (self.scale, s.sink, s.recent, s.prompt_recent, s.cap, self.sinks)
 
 
 def poisoned_pages(num_blocks, heads, tokens, content, layout, padding, dtype, device):
@@ -87,6 +91,7 @@ def build(scenario, seed=0):
     """Write every token of the scenario with the reference store; the chunk's tokens are in the history too."""
     s, device = scenario, scenario.device
     query_lens = s.query_lens or (1,) * len(s.seq_lens)
+    prompt_lens = s.prompt_lens or (s.seq_lens if s.query_lens else tuple(n - 1 for n in s.seq_lens))
     codec = sample_codec(s.num_kv_heads, s.head_size, fp8=s.fp8, num_centroids=64).to(device)
     history_table, history_blocks = block_tables([-(-n // BLOCK_TOKENS) for n in s.seq_lens], 3, seed)
     band_table, band_blocks = block_tables([-(-n // BAND_BLOCK) for n in s.seq_lens], 5, seed + 1)
@@ -105,7 +110,8 @@ def build(scenario, seed=0):
         position = torch.arange(length)
         context = length - query_len
         # what the engine's band manager keeps: sink blocks and blocks that reach into the window of the chunk's start
-        first_kept = max(0, context - s.recent + 1) // BAND_BLOCK
+        window = s.prompt_recent if context < prompt_lens[i] else s.recent
+        first_kept = max(0, context - window + 1) // BAND_BLOCK
         blocks = torch.arange(band_table.shape[1])
         is_kept = (blocks * BAND_BLOCK < s.sink) | (blocks >= first_kept)
         if i in s.drop_band:
@@ -115,7 +121,7 @@ def build(scenario, seed=0):
         band_slots = band_table[i].long()[position // BAND_BLOCK] * BAND_BLOCK + position % BAND_BLOCK
         reference.store(key, value, history_cache, band_cache, slots.to(device), band_slots.to(device), codec)
         held = band_table[i][position // BAND_BLOCK] > 0
-        requests.append((key, value, (held | (position >= context)).to(device), context))
+        requests.append((key, value, (held | (position >= context)).to(device), context, prompt_lens[i]))
         batch_keys.append(key[context:])
         batch_values.append(value[context:])
     num_heads = s.num_kv_heads * s.group
@@ -134,6 +140,7 @@ def build(scenario, seed=0):
         history_table.to(device),
         band_table.to(device),
         torch.tensor(s.seq_lens, dtype=torch.int32, device=device),
+        torch.tensor(prompt_lens, dtype=torch.int32, device=device),
         starts.to(device),
         sinks,
         requests,
@@ -145,7 +152,7 @@ def dense_attention(batch, dtype):
     s, codec = batch.scenario, batch.codec
     output = torch.empty(batch.query.shape, dtype=dtype, device=batch.query.device)
     starts = batch.query_start_loc.tolist()
-    for (key, value, held, context), start, end in zip(batch.requests, starts, starts[1:], strict=False):
+    for (key, value, held, context, prompt_len), start, end in zip(batch.requests, starts, starts[1:], strict=False):
         length = key.shape[0]
         band_key, band_value = key.to(torch.bfloat16).to(dtype), value.to(torch.bfloat16).to(dtype)
         r = decode_keys(*encode_keys(key, codec), codec.codebook).to(dtype)
@@ -156,7 +163,8 @@ def dense_attention(batch, dtype):
         offset = (query.double() * codec.key_mean.double()[:, None, None]).sum(-1, keepdim=True).to(dtype)
         p = torch.arange(context, length, device=key.device)[:, None]
         j = torch.arange(length, device=key.device)[None, :]
-        is_exact = ((j < s.sink) | (j > p - s.recent)) & held
+        window = torch.where(p < prompt_len, s.prompt_recent, s.recent)
+        is_exact = ((j < s.sink) | (j > p - window)) & held
         exact = query @ band_key.permute(1, 2, 0)[:, None]
         coded = folded @ r.permute(1, 2, 0)[:, None] + offset
         logits = torch.where(is_exact, exact, coded) * batch.scale

@@ -79,7 +79,7 @@ def test_exact_mode_chunked_prefill_gives_the_same_tokens(
     model: Path, prompts: dict[str, list[int]], expected: dict[str, list[int]]
 ) -> None:
     names = [name for name in prompts if name.startswith("mixed")] + ["base", "shared1000-a", "shared1000-b"]
-    with engine(model, EXACT, max_num_batched_tokens=256, num_gpu_blocks_override=110) as llm:
+    with engine(model, EXACT, max_num_batched_tokens=256, num_gpu_blocks_override=190) as llm:
         for _ in range(2):
             assert generate(llm, [prompts[name] for name in names], MAX_TOKENS) == [expected[name] for name in names]
 
@@ -88,6 +88,6 @@ def test_exact_mode_preempted_requests_give_the_same_tokens(model: Path) -> None
     growing = [random_prompt(100 + i, seed=300 + i) for i in range(8)]
     with engine(model, enable_prefix_caching=False) as llm:
         alone = [generate(llm, [prompt], 160)[0] for prompt in growing]
-    with engine(model, EXACT, num_gpu_blocks_override=70) as llm:
+    with engine(model, EXACT, max_model_len=512, num_gpu_blocks_override=70) as llm:
         assert generate(llm, growing, 160) == alone
         assert num_preemptions(llm) > 0

@@ -99,10 +99,12 @@ def test_mixed_requests_under_eviction_and_preemption_answer_as_each_alone(model
     """Float32 sums depend on the shape of a batch in their last bits, and a key that lies on the border of two cells
     may then get the other index. Such a request may differ only where its two best tokens are as good as equal."""
     requests = mixed_requests()
+    # a window that most prompts exceed
+    novakv = novakv | {"prompt_recent_tokens": 320}
     with engine(model, novakv, enable_prefix_caching=False) as llm:
         alone = [request_outputs(llm, [prompt], MAX_TOKENS, logprobs=2)[0] for prompt in requests]
-    # Just above the smallest pool that the start-up check accepts: 8 blocks of history and 52 of band.
-    options = {"max_model_len": 1024, "max_num_batched_tokens": 384, "num_gpu_blocks_override": 64}
+    # Just above the smallest pool that the start-up check accepts: 8 blocks of history and 60 of band.
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 384, "num_gpu_blocks_override": 72}
     with engine(model, novakv, **options) as llm:
         together = request_outputs(llm, requests, MAX_TOKENS)
         assert num_preemptions(llm) > 0

@@ -12,7 +12,9 @@ from vllm_novakv.backend.compat import AttentionCGSupport
 from vllm_novakv.backend.metadata import NovaKVMetadataBuilder
 from vllm_novakv.backend.op_set import AttentionOptions, ReferenceOps, select_ops
 
-OPTIONS = AttentionOptions(scale=0.125, sink_tokens=64, recent_tokens=256, logits_soft_cap=0.0, sinks=None)
+OPTIONS = AttentionOptions(
+    scale=0.125, sink_tokens=64, recent_tokens=256, prompt_recent_tokens=1024, logits_soft_cap=0.0, sinks=None
+)
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,26 @@ from vllm_novakv.ops.exact import ExactHistory, store_exact
 from vllm_novakv.ops.reference import QuantizedHistory, paged_decode, prefill, store
 
 BAND_BLOCK = 16
-SINK, RECENT = 32, 64
+SINK, RECENT, PROMPT_RECENT = 32, 64, 112
 TOLERANCE = 2e-5
 
 
 @dataclass
 class Sequence:
-    """One request: all its keys and values, and where its blocks are."""
+    """One request: all its keys and values, how many tokens its prompt has, and where its blocks are."""
 
     key: torch.Tensor
     value: torch.Tensor
+    prompt_len: int
     history_blocks: torch.Tensor
     band_blocks: torch.Tensor
 
     @property
     def length(self) -> int:
         return self.key.shape[0]
+
+    def window(self, position: int) -> int:
+        return PROMPT_RECENT if position < self.prompt_len else RECENT
 
     def slots(self, start: int, blocks: torch.Tensor, block_tokens: int) -> torch.Tensor:
         positions = torch.arange(start, self.length)
@@ -51,6 +55,12 @@ class Batch:
             torch.nn.utils.rnn.pad_sequence([s.band_blocks for s in self.sequences], batch_first=True),
         )
 
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.tensor([s.length for s in self.sequences], dtype=torch.int32),
+            torch.tensor([s.prompt_len for s in self.sequences], dtype=torch.int32),
+        )
+
 
 def make_batch(
     lengths: list[int],
@@ -59,8 +69,12 @@ def make_batch(
     chunk_start: list[int] | None = None,
     missing: tuple[int, ...] = (),
     is_padded: bool = False,
+    prompt_lens: list[int] | None = None,
 ) -> Batch:
-    """Store sequences of the given lengths; the band holds sink and window, but no block in `missing`."""
+    """Store sequences of the given lengths; the band holds sink and window, but no block in `missing`.
+
+    By default a chunk is all prompt, and a single query the first generated token.
+    """
     codec = sample_codec(num_heads=num_kv_heads, head_size=head_size, num_centroids=64)
     record = codec.layout.record_bytes
     num_history = sum(-(-n // BLOCK_TOKENS) for n in lengths) + 1
@@ -84,13 +98,15 @@ def make_batch(
         num_blocks, num_band_blocks = -(-length // BLOCK_TOKENS), -(-length // BAND_BLOCK)
         history_blocks, order = order[:num_blocks], order[num_blocks:]
         band_blocks, band_order = band_order[:num_band_blocks].clone(), band_order[num_band_blocks:]
-        first_read = (chunk_start[i] if chunk_start else length - 1) - RECENT + 1
+        prompt_len = prompt_lens[i] if prompt_lens else length if chunk_start else length - 1
+        keys, values = sample_keys(codec, length, seed=10 + i), sample_values(codec, length, seed=50 + i)
+        sequence = Sequence(keys, values, prompt_len, history_blocks.int(), band_blocks.int())
+        first_query = chunk_start[i] if chunk_start else length - 1
+        first_read = first_query - sequence.window(first_query) + 1
         for block in range(num_band_blocks):
             is_hole = block * BAND_BLOCK >= SINK and (block + 1) * BAND_BLOCK <= first_read
             if is_hole or block in missing:
-                band_blocks[block] = 0
-        keys, values = sample_keys(codec, length, seed=10 + i), sample_values(codec, length, seed=50 + i)
-        sequence = Sequence(keys, values, history_blocks.int(), band_blocks.int())
+                sequence.band_blocks[block] = 0
         sequences.append(sequence)
         store(
             sequence.key,
@@ -132,7 +148,7 @@ def oracle(
         for j in range(position + 1):
             in_chunk = chunk_start is not None and j >= chunk_start
             is_held = in_chunk or sequence.band_blocks[j // BAND_BLOCK] > 0
-            if (j < SINK or j > position - RECENT) and is_held:
+            if (j < SINK or j > position - sequence.window(position)) and is_held:
                 keys[j], values[j] = key[j], value[j]
         logits = torch.einsum("hgd,jhd->hgj", query[row].double().view(-1, group, head_size), keys) * head_size**-0.5
         if soft_cap:
@@ -162,6 +178,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         pytest.param([129, 300], 12, 128, {"is_padded": True}, id="padded-pages-g6-hs128"),
         pytest.param([260], 2, 256, {}, id="tok260-g1-hs256"),
         pytest.param([400, 200], 4, 64, {"missing": (0, 22, 23)}, id="missing-band-blocks-g2-hs64"),
+        pytest.param([400, 300], 4, 64, {"prompt_lens": [400, 299]}, id="still-in-the-prompt-g2-hs64"),
     ],
 )
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.0, False), (5.0, True)], ids=["plain", "cap-sinks"])
@@ -176,10 +193,11 @@ def test_paged_decode_equals_the_float64_computation(
         QuantizedHistory(batch.history_cache, batch.codec),
         batch.band_cache,
         *batch.tables(),
-        torch.tensor(lengths, dtype=torch.int32),
+        *batch.lengths(),
         head_size**-0.5,
         SINK,
         RECENT,
+        PROMPT_RECENT,
         soft_cap,
         sinks,
     )
@@ -196,6 +214,7 @@ def test_paged_decode_equals_the_float64_computation(
         pytest.param([330, 40, 200], [200, 0, 199], 4, {}, id="mixed-fresh-continuation-g2"),
         pytest.param([300], [120], 14, {"missing": (5, 6)}, id="missing-band-blocks-g7"),
         pytest.param([700], [10], 2, {"is_padded": True}, id="chunk-crosses-sink-padded-g1"),
+        pytest.param([300, 260], [90, 180], 4, {"prompt_lens": [200, 181]}, id="past-the-prompt-g2"),
     ],
 )
 @pytest.mark.parametrize(("soft_cap", "has_sinks"), [(0.0, False), (5.0, True)], ids=["plain", "cap-sinks"])
@@ -221,10 +240,11 @@ def test_prefill_equals_the_float64_computation(
         batch.band_cache,
         *batch.tables(),
         bounds,
-        torch.tensor(lengths, dtype=torch.int32),
+        *batch.lengths(),
         64**-0.5,
         SINK,
         RECENT,
+        PROMPT_RECENT,
         soft_cap,
         sinks,
     )
@@ -240,7 +260,7 @@ def test_prefill_does_not_depend_on_where_chunks_begin() -> None:
     query = queries(500, 4, 64)
     outputs = []
     for start in (0, 130, 437):
-        batch = make_batch([500], chunk_start=[start])
+        batch = make_batch([500], chunk_start=[start], prompt_lens=[470])
         sequence = batch.sequences[0]
         outputs.append(
             prefill(
@@ -251,10 +271,11 @@ def test_prefill_does_not_depend_on_where_chunks_begin() -> None:
                 batch.band_cache,
                 *batch.tables(),
                 torch.tensor([0, 500 - start]),
-                torch.tensor([500]),
+                *batch.lengths(),
                 64**-0.5,
                 SINK,
                 RECENT,
+                PROMPT_RECENT,
             )[-50:]
         )
     for output in outputs[1:]:

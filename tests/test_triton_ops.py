@@ -58,6 +58,7 @@ DECODE = {
     "fp16-e5m2": Scenario((150, 40), dtype=torch.float16, fp8="float8_e5m2"),
     "fp32": Scenario((150, 40), dtype=torch.float32),
     "no-sink-part": Scenario((150,), sink=0, recent=16),
+    "still-in-the-prompt": Scenario((150, 200, 30), prompt_lens=(150, 199, 31)),
 }
 PREFILL = {
     "fresh": Scenario((45,), (45,)),
@@ -71,8 +72,9 @@ PREFILL = {
     "cap-and-sinks": Scenario((150,), (30,), cap=20.0, has_sinks=True),
     "fp16-e5m2": Scenario((150,), (30,), dtype=torch.float16, fp8="float8_e5m2"),
     "one-token": Scenario((150, 30), (1, 5)),
+    "past-the-prompt": Scenario((200, 180), (60, 30), (160, 140)),
 }
-REAL = {"sink": 64, "recent": 256}
+REAL = {"sink": 64, "recent": 256, "prompt_recent": 1024}
 GPU_DECODE = {
     "hs128-gqa4": Scenario((1, 63, 320, 321, 5000, 33000), num_kv_heads=8, head_size=128, **REAL),
     "hs64-gqa3": Scenario((4097, 1, 900), num_kv_heads=3, group=3, head_size=64, **REAL),
@@ -86,7 +88,7 @@ GPU_DECODE = {
 }
 GPU_PREFILL = {
     "hs128-gqa4": Scenario((1500, 3000, 700), (1500, 500, 1), num_kv_heads=8, head_size=128, **REAL),
-    "hs64-gqa3": Scenario((1700, 2200), (1000, 700), num_kv_heads=3, group=3, **REAL),
+    "hs64-gqa3": Scenario((1700, 2200), (1000, 700), (1700, 1700), num_kv_heads=3, group=3, **REAL),
     "hs256-gqa2": Scenario((900,), (500,), group=2, head_size=256, **REAL),
     "hs128-gqa7-fp16-sinks": Scenario(
         (2000, 900), (100, 900), group=7, head_size=128, dtype=torch.float16, has_sinks=True, **REAL
@@ -124,7 +126,14 @@ def test_decode_equals_dense_attention(scenario, use_cuda):
     if use_cuda and scenario.group > decode_history.MAX_ROWS:
         pytest.skip("the CUDA kernel serves up to 8 query heads per KV head")
     batch = build(on(DEVICE, scenario))
-    arguments = (batch.band_cache, batch.history_table, batch.band_table, batch.seq_lens, *batch.options)
+    arguments = (
+        batch.band_cache,
+        batch.history_table,
+        batch.band_table,
+        batch.seq_lens,
+        batch.prompt_lens,
+        *batch.options,
+    )
     output = poisoned_output(batch.query)
     splits = None if HAS_GPU else 3
     decode_op.paged_decode(batch.query, packed(batch), *arguments, output=output, splits=splits, use_cuda=use_cuda)
@@ -139,13 +148,16 @@ def test_decode_skips_padded_rows():
     batch = build(on(DEVICE, Scenario((150, 20))))
     query = torch.cat([batch.query, torch.full_like(batch.query, torch.nan)])
     tables = [torch.cat([table, torch.zeros_like(table)]) for table in (batch.history_table, batch.band_table)]
-    seq_lens = torch.cat([batch.seq_lens, torch.zeros_like(batch.seq_lens)])
+    seq_lens, prompt_lens = (
+        torch.cat([lengths, torch.zeros_like(lengths)]) for lengths in (batch.seq_lens, batch.prompt_lens)
+    )
     output = decode_op.paged_decode(
         query,
         packed(batch),
         batch.band_cache,
         *tables,
         seq_lens,
+        prompt_lens,
         *batch.options,
         output=poisoned_output(query),
         splits=2,
@@ -157,6 +169,7 @@ def test_decode_skips_padded_rows():
         batch.history_table,
         batch.band_table,
         batch.seq_lens,
+        batch.prompt_lens,
         *batch.options,
         splits=2,
     )
@@ -173,6 +186,7 @@ def test_prefill_equals_dense_attention(scenario):
         batch.band_table,
         batch.query_start_loc,
         batch.seq_lens,
+        batch.prompt_lens,
         *batch.options,
     )
     output = poisoned_output(batch.query)
@@ -282,5 +296,6 @@ def test_decode_refuses_a_wrong_block_table_type():
             batch.history_table.long(),
             batch.band_table,
             batch.seq_lens,
+            batch.prompt_lens,
             *batch.options,
         )

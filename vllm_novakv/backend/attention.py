@@ -172,7 +172,12 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         self.codec: Any = None
         self.ops: OpSet | None = None
         self.options = AttentionOptions(
-            self.scale, self.config.sink_tokens, self.config.recent_tokens, self.logits_soft_cap, self.sinks
+            self.scale,
+            self.config.sink_tokens,
+            self.config.recent_tokens,
+            self.config.prompt_recent_tokens,
+            self.logits_soft_cap,
+            self.sinks,
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -210,7 +215,14 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         )
         self.band_name = name + BAND_SUFFIX
         layers[self.band_name] = BandLayer(
-            NovaKVBandBackend, self.config, shape, self.num_kv_heads, self.head_size, band_dtype, num_layers
+            NovaKVBandBackend,
+            self.vllm_config,
+            self.config,
+            shape,
+            self.num_kv_heads,
+            self.head_size,
+            band_dtype,
+            num_layers,
         )
         layer.attn_backend = bound_backend(shape)
 
@@ -282,6 +294,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         band_meta: NovaKVMetadata = layer_metadata(self.band_name)[0]
         band, ops = self._band(), self.ops
         assert ops is not None
+        assert meta.prompt_lens is not None
         decodes, total = meta.num_decodes, meta.num_actual_tokens
         num_reqs = decodes + meta.num_prefills
         if decodes:
@@ -293,6 +306,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
                 meta.block_table[:decodes],
                 band_meta.block_table[:decodes],
                 meta.seq_lens[:decodes],
+                meta.prompt_lens[:decodes],
                 self.options,
             )
         if meta.num_prefills:
@@ -307,6 +321,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
                 band_meta.block_table[decodes:num_reqs],
                 meta.query_start_loc[decodes : num_reqs + 1] - decodes,
                 meta.seq_lens[decodes:num_reqs],
+                meta.prompt_lens[decodes:num_reqs],
                 self.options,
             )
         return output

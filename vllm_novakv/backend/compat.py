@@ -71,6 +71,7 @@ __all__ = [
     "init_logger",
     "layer_metadata",
     "num_uncached_free_blocks",
+    "publish_prompt_lengths",
     "register_spec",
     "replace_as",
     "resolve_block_hashes",
@@ -103,6 +104,16 @@ def num_uncached_free_blocks(block_pool: BlockPool) -> int:
     Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
     """
     return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
+
+
+def publish_prompt_lengths(vllm_config: VllmConfig, is_wanted: bool) -> None:
+    """Make vLLM put every request's prompt length into the attention metadata, as ``rswa_prefix_lens``.
+
+    Both model runners do so only for models with reference sliding-window attention, so the width of such a window is
+    set here. Other backends read it when their metadata builders are made: want it after that. Can go when prompt
+    lengths are always there.
+    """
+    vllm_config.model_config.model_arch_config.rswa_window = 1 if is_wanted else None
 
 
 def layer_metadata(layer_name: str) -> tuple[Any, Any]:

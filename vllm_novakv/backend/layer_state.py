@@ -15,6 +15,7 @@ from vllm_novakv.backend.compat import (
     VllmConfig,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    publish_prompt_lengths,
 )
 from vllm_novakv.backend.specs import CacheShape, NovaBandSpec
 from vllm_novakv.codec.quantizer import LayerCodec
@@ -63,6 +64,7 @@ class BandLayer(AttentionLayerBase):
 
     Args:
         backend: the band's attention backend class, which builds its metadata.
+        vllm_config: of the engine.
         config: the plugin's settings.
         shape: sizes of the layer's caches.
         num_kv_heads, head_size: of the layer.
@@ -73,6 +75,7 @@ class BandLayer(AttentionLayerBase):
     def __init__(
         self,
         backend: type[AttentionBackend],
+        vllm_config: VllmConfig,
         config: NovaKVConfig,
         shape: CacheShape,
         num_kv_heads: int,
@@ -81,6 +84,7 @@ class BandLayer(AttentionLayerBase):
         num_layers: int,
     ) -> None:
         self.backend = backend
+        self.vllm_config = vllm_config
         self.config = config
         self.shape = shape
         self.num_kv_heads = num_kv_heads
@@ -88,6 +92,17 @@ class BandLayer(AttentionLayerBase):
         self.dtype = dtype
         self.num_layers = num_layers
         self.kv_cache = torch.tensor([])
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """The band's blocks; empty before vLLM has made them and after it has dropped those of a profiling run."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, kv_cache: torch.Tensor) -> None:
+        self._kv_cache = kv_cache
+        # vLLM makes all metadata builders before it makes the caches
+        publish_prompt_lengths(self.vllm_config, is_wanted=kv_cache.numel() > 0)
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         """View the bytes ``[B, H, 16, content]`` as elements ``[B, H, 16, 2 * head_size]``."""
@@ -109,6 +124,7 @@ class BandLayer(AttentionLayerBase):
             dcp_sharded=False,
             sink_tokens=self.config.sink_tokens,
             recent_tokens=self.config.recent_tokens,
+            prompt_recent_tokens=self.config.prompt_recent_tokens,
             max_steps_in_flight=vllm_config.max_concurrent_batches,
             max_model_len=vllm_config.model_config.max_model_len,
             history_record_bytes=self.shape.record_bytes,

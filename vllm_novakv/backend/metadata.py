@@ -16,6 +16,7 @@ from vllm_novakv.backend.compat import (
     VllmConfig,
     split_decodes_and_prefills,
 )
+from vllm_novakv.backend.specs import NovaHistorySpec
 from vllm_novakv.config import HistoryFormat, NovaKVConfig
 
 
@@ -29,6 +30,7 @@ class NovaKVMetadata:
         num_prefills: the other requests.
         query_start_loc: ``[num_reqs + 1]`` int32, first query token of each request.
         seq_lens: ``[num_reqs]`` int32, tokens of each request up to the end of this step.
+        prompt_lens: ``[num_reqs]`` int32, tokens of each request's prompt; None in the band's own metadata.
         block_table: ``[num_reqs, max_blocks]`` int32.
         slot_mapping: ``[num_tokens]`` int64, -1 for padding.
     """
@@ -38,6 +40,7 @@ class NovaKVMetadata:
     num_prefills: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    prompt_lens: torch.Tensor | None
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
 
@@ -59,11 +62,17 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._prompt_lens: torch.Tensor | None = None
+        if isinstance(kv_cache_spec, NovaHistorySpec):
+            # one buffer for good, because a CUDA graph reads it
+            capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+            max_requests = max(vllm_config.scheduler_config.max_num_seqs, capture_size)
+            self._prompt_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> NovaKVMetadata:
-        """Copy what the operations read; nothing is computed on the device."""
+        """Hand over what the operations read."""
         common = common_attn_metadata
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         return NovaKVMetadata(
@@ -72,6 +81,18 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
             num_prefills=num_prefills,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
+            prompt_lens=self._fill_prompt_lens(common),
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
         )
+
+    def _fill_prompt_lens(self, common: CommonAttentionMetadata) -> torch.Tensor | None:
+        if self._prompt_lens is None:
+            return None
+        prompt_lens = self._prompt_lens[: common.num_reqs]
+        if common.rswa_prefix_lens is not None:
+            prompt_lens.copy_(common.rswa_prefix_lens[: common.num_reqs], non_blocking=True)
+        else:
+            # a batch of vLLM's own, for warm-up or capture: it has no prompts
+            prompt_lens.zero_()
+        return prompt_lens

@@ -28,7 +28,8 @@ class AttentionOptions:
 
     Args:
         scale: factor of the logits.
-        sink_tokens, recent_tokens: sizes of the exact parts.
+        sink_tokens: first tokens that are exact.
+        recent_tokens, prompt_recent_tokens: exact window of a generated token and of a prompt token.
         logits_soft_cap: c of c·tanh(logit / c); 0 for none.
         sinks: ``[num_heads]`` learned sink logits; the parameter itself, whose values arrive with the weights.
     """
@@ -36,12 +37,14 @@ class AttentionOptions:
     scale: float
     sink_tokens: int
     recent_tokens: int
+    prompt_recent_tokens: int
     logits_soft_cap: float
     sinks: torch.Tensor | None
 
-    def as_arguments(self) -> tuple[float, int, int, float, torch.Tensor | None]:
+    def as_arguments(self) -> tuple[float, int, int, int, float, torch.Tensor | None]:
         """In the order in which the operations take them."""
-        return (self.scale, self.sink_tokens, self.recent_tokens, self.logits_soft_cap, self.sinks)
+        windows = (self.sink_tokens, self.recent_tokens, self.prompt_recent_tokens)
+        return (self.scale, *windows, self.logits_soft_cap, self.sinks)
 
 
 class OpSet(Protocol):
@@ -67,6 +70,7 @@ class OpSet(Protocol):
         history_block_table: torch.Tensor,
         band_block_table: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """Attend with one query token per request into ``output``."""
@@ -83,6 +87,7 @@ class OpSet(Protocol):
         band_block_table: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """Attend with chunks of query tokens into ``output``."""
@@ -129,12 +134,20 @@ class ReferenceOps:
         history_block_table: torch.Tensor,
         band_block_table: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
         history = self._history(history_cache)
         output[:] = paged_decode(
-            query, history, band_cache, history_block_table, band_block_table, seq_lens, *options.as_arguments()
+            query,
+            history,
+            band_cache,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            prompt_lens,
+            *options.as_arguments(),
         )
 
     def prefill(
@@ -149,6 +162,7 @@ class ReferenceOps:
         band_block_table: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
@@ -163,6 +177,7 @@ class ReferenceOps:
             band_block_table,
             query_start_loc,
             seq_lens,
+            prompt_lens,
             *options.as_arguments(),
         )
 
@@ -202,6 +217,7 @@ class KernelOps:
         history_block_table: torch.Tensor,
         band_block_table: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
@@ -216,6 +232,7 @@ class KernelOps:
             history_block_table,
             band_block_table,
             seq_lens,
+            prompt_lens,
             *options.as_arguments(),
             output=output,
             workspace=self.workspace,
@@ -233,6 +250,7 @@ class KernelOps:
         band_block_table: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        prompt_lens: torch.Tensor,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
@@ -250,6 +268,7 @@ class KernelOps:
             band_block_table,
             query_start_loc,
             seq_lens,
+            prompt_lens,
             *options.as_arguments(),
             output=output,
         )
@@ -282,7 +301,8 @@ def select_ops(
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)
     ops = KernelOps(KernelTables.build(codec), workspace)
     key = (num_heads, codec.num_kv_heads, codec.head_size, codec.num_centroids, ops.tables.is_e5m2, dtype, device)
-    constants = (options.sink_tokens, options.recent_tokens, options.logits_soft_cap > 0, options.sinks is not None)
+    windows = (options.sink_tokens, options.recent_tokens, options.prompt_recent_tokens)
+    constants = (*windows, options.logits_soft_cap > 0, options.sinks is not None)
     if _first_time(*key, *constants):
         _warm_up(ops, dtype, num_heads, options)
     return ops
@@ -329,7 +349,7 @@ def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, options: Attent
     starts = torch.arange(3, dtype=torch.int32, device=device)
     for count in (1, tokens):
         ops.store(key, value, history_cache, band_cache, slots[:count], band_slots[:count])
-    ops.decode(output[:1], query[:1], history_cache, band_cache, table[:1], table[:1], ones[:1], options)
+    ops.decode(output[:1], query[:1], history_cache, band_cache, table[:1], table[:1], ones[:1], ones[:1], options)
     ops.prefill(
         output[:2],
         query[:2],
@@ -341,6 +361,7 @@ def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, options: Attent
         table,
         starts,
         ones,
-        options=options,
+        ones,
+        options,
     )
     torch.cuda.synchronize(device)

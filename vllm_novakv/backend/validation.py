@@ -70,6 +70,8 @@ def _refuse_unsupported_model(vllm_config: VllmConfig, config: NovaKVConfig) -> 
         problems.append("the model has layers that are not attention (a state-space or linear-attention model)")
     if getattr(model.hf_text_config, "attention_chunk_size", None):
         problems.append("the model has chunked-attention layers, which are not tested with this backend")
+    if getattr(model.hf_config, "rswa_window", None):
+        problems.append("the model uses reference sliding-window attention, whose mask this backend does not have")
     if problems:
         raise NotImplementedError(
             f"{BACKEND_NAME} cannot serve {model.model}: {'; '.join(problems)}. Serve it without "

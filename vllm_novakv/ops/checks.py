@@ -17,6 +17,7 @@ def check_attention_inputs(
     history_block_table: torch.Tensor,
     band_block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
 ) -> None:
     """Refuse tensors that the kernels would misread; arguments as in `paged_decode`.
 
@@ -41,8 +42,15 @@ def check_attention_inputs(
             table,
             f"int32 [{num_requests}, max_blocks], rows contiguous",
         )
-    require(seq_lens.dtype == torch.int32 and seq_lens.is_contiguous(), "seq_lens", seq_lens, "int32, contiguous")
-    for name, tensor in (("query", query), ("band_cache", band_cache), ("seq_lens", seq_lens)):
+    for name, lengths in (("seq_lens", seq_lens), ("prompt_lens", prompt_lens)):
+        require(
+            lengths.dtype == torch.int32 and lengths.shape[0] >= num_requests and lengths.is_contiguous(),
+            name,
+            lengths,
+            f"int32 [{num_requests}], contiguous",
+        )
+    device_tensors = {"query": query, "band_cache": band_cache, "seq_lens": seq_lens, "prompt_lens": prompt_lens}
+    for name, tensor in device_tensors.items():
         require(tensor.device == cache.device, name, tensor, f"on {cache.device}, where the history is")
 
 

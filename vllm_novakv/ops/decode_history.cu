@@ -11,7 +11,7 @@
 // group 4 step + quad. A value of code x is the fp16 number 1 + x/4; see ops/tiles.py. Weights go from the first
 // product's C fragment to the second's B fragment by transposing 8x8 tiles (movmatrix).
 //
-// Macros: D head size, E5M2 type of the centroids, SINK, RECENT, BAND_BLOCK, ROWS query rows in memory, HAS_CAP.
+// Macros: D head size, E5M2 type of the centroids, SINK, RECENT, PROMPT_RECENT, BAND_BLOCK, ROWS query rows in memory, HAS_CAP.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -74,12 +74,12 @@ __device__ __forceinline__ void load_indices(Indices& x, const u8* block, int to
 
 extern "C" __global__ void __launch_bounds__(128, D == 256 ? 2 : 3) decode_history(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
-    const int* band_table, const int* seq_lens, float* partial, float* weights, int block_stride_16, int head_stride_16,
+    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int block_stride_16, int head_stride_16,
     int block_table_stride, int band_table_stride, int scale_bits, int cap_bits) {
   extern __shared__ u32 book[];
   const int splits = gridDim.x, split = blockIdx.x, h = blockIdx.y, r = blockIdx.z;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  const int seq_len = seq_lens[r];
+  const int seq_len = seq_lens[r], window = seq_len <= prompt_lens[r] ? PROMPT_RECENT : RECENT;
   const int share = ((seq_len + splits - 1) / splits + 127) / 128 * 128;
   const int start = split * share, end = min(start + share, seq_len);
   const long long pair = (long long)r * gridDim.y + h, part = pair * (splits + 1) + split;
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(128, D == 256 ? 2 : 3) decode_histo
       }
     }
     // 2. scale, mask, maximum
-    const bool is_open = chunk >= SINK && chunk + 64 <= min(end, seq_len - RECENT);
+    const bool is_open = chunk >= SINK && chunk + 64 <= min(end, seq_len - window);
     const u32 rho_words[4] = {rho4.x, rho4.y, rho4.z, rho4.w}, s_words[4] = {s4.x, s4.y, s4.z, s4.w};
     float s[8], top[2] = {MASKED, MASKED};
 #pragma unroll
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(128, D == 256 ? 2 : 3) decode_histo
         const int j = chunk + row + 8 * i;
         is_key = j < end;
         if (!is_key) { rho = 0.0f; s[i] = 0.0f; }
-        if (is_key && (j < SINK || j >= seq_len - RECENT)) is_key = band_blocks[j / BAND_BLOCK] == 0;
+        if (is_key && (j < SINK || j >= seq_len - window)) is_key = band_blocks[j / BAND_BLOCK] == 0;
       }
       const float log2_s = s[i] > 0.0f ? fminf(fmaxf(log2_fast(s[i]), -100.0f), 100.0f) : -100.0f;
 #pragma unroll

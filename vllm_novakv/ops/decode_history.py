@@ -41,6 +41,7 @@ def launch_history(
     history_block_table: torch.Tensor,
     band_block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
     partial_output: torch.Tensor,
     partial_weights: torch.Tensor,
     scale: float,
@@ -48,6 +49,7 @@ def launch_history(
     splits: int,
     sink_tokens: int,
     recent_tokens: int,
+    prompt_recent_tokens: int,
     band_block_tokens: int,
 ) -> None:
     """Write every split's maximum, sum and weighted values; arguments as in ops/paged_decode.py."""
@@ -58,6 +60,7 @@ def launch_history(
         history.tables.is_e5m2,
         sink_tokens,
         recent_tokens,
+        prompt_recent_tokens,
         band_block_tokens,
         logits_soft_cap > 0,
         seq_lens.device,
@@ -73,6 +76,7 @@ def launch_history(
             history_block_table,
             band_block_table,
             seq_lens,
+            prompt_lens,
             partial_output,
             partial_weights,
             # in 16 bytes, so that 32 bits suffice
@@ -87,13 +91,14 @@ def launch_history(
     )
 
 
-def source(size: int, is_e5m2: bool, sink: int, recent: int, band_block: int, has_cap: bool) -> str:
+def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int, band_block: int, has_cap: bool) -> str:
     """The kernel's source for one set of constants."""
     constants = {
         "D": size,
         "E5M2": int(is_e5m2),
         "SINK": sink,
         "RECENT": recent,
+        "PROMPT_RECENT": prompt_recent,
         "BAND_BLOCK": band_block,
         "ROWS": MAX_ROWS,
         "HAS_CAP": int(has_cap),
@@ -103,10 +108,19 @@ def source(size: int, is_e5m2: bool, sink: int, recent: int, band_block: int, ha
 
 @cache
 def _compiled(
-    size: int, is_e5m2: bool, sink: int, recent: int, band_block: int, has_cap: bool, device: torch.device
+    size: int,
+    is_e5m2: bool,
+    sink: int,
+    recent: int,
+    prompt_recent: int,
+    band_block: int,
+    has_cap: bool,
+    device: torch.device,
 ) -> Callable[..., None]:
     with torch.cuda.device(device):
-        kernel = torch.cuda._compile_kernel(source(size, is_e5m2, sink, recent, band_block, has_cap), "decode_history")
+        kernel = torch.cuda._compile_kernel(
+            source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap), "decode_history"
+        )
         if _shared_bytes(size) >= 48 * 1024:
             kernel.set_shared_memory_config(_shared_bytes(size))
     return kernel

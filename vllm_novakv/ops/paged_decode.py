@@ -106,7 +106,7 @@ def _target_programs(device: torch.device) -> int:
 
 @triton.jit(
     do_not_specialize=["band_table_stride", "num_parts"],
-    do_not_specialize_on_alignment=["band_table_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["band_table_ptr", "seq_lens_ptr", "prompt_lens_ptr"],
 )
 def _fold_band_kernel(
     query_ptr,
@@ -115,6 +115,7 @@ def _fold_band_kernel(
     band_ptr,
     band_table_ptr,
     seq_lens_ptr,
+    prompt_lens_ptr,
     folded_ptr,
     row_scales_ptr,
     partial_ptr,
@@ -130,6 +131,7 @@ def _fold_band_kernel(
     cap,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    PROMPT_RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     G: tl.constexpr,
     ROWS: tl.constexpr,
@@ -171,14 +173,15 @@ def _fold_band_kernel(
 
     # 2. exact keys: [sink | recent], places past the sequence or listed twice are masked
     q = tl.load(query_rows_ptr + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+    window = tl.where(seq_len <= tl.load(prompt_lens_ptr + r), PROMPT_RECENT, RECENT)
     m = tl.full([ROWS], MASKED, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, SINK + RECENT, N):
+    for first in range(0, SINK + window, N):
         i = first + tl.arange(0, N)
         is_sink = i < SINK
-        j = tl.where(is_sink, i, seq_len - RECENT + i - SINK)
-        is_key = (j < seq_len) & (is_sink | (j >= SINK)) & (i < SINK + RECENT)
+        j = tl.where(is_sink, i, seq_len - window + i - SINK)
+        is_key = (j < seq_len) & (is_sink | (j >= SINK)) & (i < SINK + window)
         block = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_key, other=0).to(tl.int64)
         is_key &= block > 0
         # [N, D]
@@ -203,7 +206,7 @@ def _fold_band_kernel(
 
 @triton.jit(
     do_not_specialize=["block_table_stride", "band_table_stride", "splits"],
-    do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "seq_lens_ptr", "prompt_lens_ptr"],
 )
 def _history_kernel(
     folded_ptr,
@@ -213,6 +216,7 @@ def _history_kernel(
     block_table_ptr,
     band_table_ptr,
     seq_lens_ptr,
+    prompt_lens_ptr,
     partial_ptr,
     weights_ptr,
     cache_stride_b,
@@ -224,6 +228,7 @@ def _history_kernel(
     splits,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    PROMPT_RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_E5M2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -256,6 +261,7 @@ def _history_kernel(
     row_offset = tl.load(row_scales_ptr + pair * 2 * ROWS + ROWS + g) * scale
     head_table_ptr = table_ptr + h * L * 256
     tokens = tile_tokens(N)
+    window = tl.where(seq_len <= tl.load(prompt_lens_ptr + r), PROMPT_RECENT, RECENT)
 
     m = tl.full([ROWS], MASKED, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -270,7 +276,7 @@ def _history_kernel(
         block_ptr = cache_ptr + block * cache_stride_b + h * cache_stride_h
         places = first + tokens
         j = tile + tokens
-        is_band = (j < SINK) | (j >= seq_len - RECENT)
+        is_band = (j < SINK) | (j >= seq_len - window)
         held = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_band & (j < seq_len), other=0)
         is_key = (j < end) & (held == 0)
         indices = load_indices(block_ptr, places, L)
@@ -399,9 +405,11 @@ def paged_decode(
     history_block_table: torch.Tensor,
     band_block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
     scale: float,
     sink_tokens: int,
     recent_tokens: int,
+    prompt_recent_tokens: int,
     logits_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
@@ -417,8 +425,10 @@ def paged_decode(
         band_cache: ``[num_blocks, num_kv_heads, 16, 2 * head_size]`` bf16.
         history_block_table, band_block_table: ``[num_requests, max_blocks]`` int32; band entries of 0 are not held.
         seq_lens: ``[num_requests]`` int32, tokens including the query's own; 0 for a padded row, which yields zeros.
+        prompt_lens: ``[num_requests]`` int32, tokens of the prompt; a shorter sequence is still in its prompt.
         scale: factor of the logits.
-        sink_tokens, recent_tokens: sizes of the exact parts.
+        sink_tokens: first tokens that are exact.
+        recent_tokens, prompt_recent_tokens: exact window of a generated token and of a prompt token.
         logits_soft_cap: c of c·tanh(logit / c); 0 for none.
         sinks: ``[num_heads]`` learned sink logits.
         output: where the result goes, ``[num_requests, num_heads, head_size]`` of any float type; new and f32 if None.
@@ -435,7 +445,7 @@ def paged_decode(
     num_requests, num_heads, head_size = query.shape
     tables = history.tables
     num_kv_heads = tables.codec.num_kv_heads
-    check_attention_inputs(query, history, band_cache, history_block_table, band_block_table, seq_lens)
+    check_attention_inputs(query, history, band_cache, history_block_table, band_block_table, seq_lens, prompt_lens)
     if output is None:
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     if num_requests == 0:
@@ -464,6 +474,7 @@ def paged_decode(
         band_cache,
         band_block_table,
         seq_lens,
+        prompt_lens,
         workspace.folded,
         workspace.row_scales,
         workspace.partial_output,
@@ -477,6 +488,7 @@ def paged_decode(
         logits_soft_cap,
         SINK=sink_tokens,
         RECENT=recent_tokens,
+        PROMPT_RECENT=prompt_recent_tokens,
         HAS_CAP=logits_soft_cap > 0,
         G=group,
         ROWS=rows,
@@ -497,6 +509,7 @@ def paged_decode(
             history_block_table,
             band_block_table,
             seq_lens,
+            prompt_lens,
             workspace.partial_output,
             workspace.partial_weights,
             scale,
@@ -504,6 +517,7 @@ def paged_decode(
             splits,
             sink_tokens,
             recent_tokens,
+            prompt_recent_tokens,
             band_cache.shape[2],
         )
     else:
@@ -515,6 +529,7 @@ def paged_decode(
             history_block_table,
             band_block_table,
             seq_lens,
+            prompt_lens,
             workspace.partial_output,
             workspace.partial_weights,
             history.cache.stride(0),
@@ -526,6 +541,7 @@ def paged_decode(
             splits,
             SINK=sink_tokens,
             RECENT=recent_tokens,
+            PROMPT_RECENT=prompt_recent_tokens,
             HAS_CAP=logits_soft_cap > 0,
             IS_E5M2=tables.is_e5m2,
             ROWS=rows,

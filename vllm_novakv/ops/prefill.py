@@ -95,6 +95,7 @@ def _history_tile(
     row_scale,
     row_offset,
     positions,
+    near_start,
     m,
     total,
     value_total,
@@ -111,7 +112,6 @@ def _history_tile(
     seq_len,
     cap,
     SINK: tl.constexpr,
-    RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     IS_E5M2: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -141,7 +141,7 @@ def _history_tile(
         held = tl.load(band_row_ptr + j // BAND_BLOCK, mask=in_band, other=0) > 0
         is_held = (held | (j >= context))[None, :]
         row = positions[:, None]
-        is_exact = ((j < SINK)[None, :] | (j[None, :] > row - RECENT)) & is_held
+        is_exact = ((j < SINK)[None, :] | (j[None, :] > near_start[:, None])) & is_held
         is_key = (j[None, :] <= row) & (is_exact == 0)
         logits = tl.where(is_key, logits, MASKED)
     new_m = tl.maximum(m, tl.max(logits + log2_scale(s)[None, :], 1))
@@ -174,7 +174,13 @@ def _load_exact(band_token_ptr, chunk_token_ptr, first, in_band, in_chunk, TYPE:
 
 @triton.jit(
     do_not_specialize=["num_requests", "block_table_stride", "band_table_stride"],
-    do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "query_start_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "band_table_ptr",
+        "query_start_ptr",
+        "seq_lens_ptr",
+        "prompt_lens_ptr",
+    ],
 )
 def _prefill_kernel(
     query_ptr,
@@ -186,6 +192,7 @@ def _prefill_kernel(
     band_table_ptr,
     query_start_ptr,
     seq_lens_ptr,
+    prompt_lens_ptr,
     mean_ptr,
     inverse_ptr,
     rotation_ptr,
@@ -212,6 +219,7 @@ def _prefill_kernel(
     output_stride_h,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    PROMPT_RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_E5M2: tl.constexpr,
@@ -252,6 +260,11 @@ def _prefill_kernel(
     positions = context + tl.minimum(token, num_tokens - 1)
     first_position = context + first_token
     last_position = context + tl.minimum(first_token + TOKENS, num_tokens) - 1
+    prompt_len = tl.load(prompt_lens_ptr + request)
+    # a row's keys after near_start are exact; it grows with the row
+    near_start = positions - tl.where(positions < prompt_len, PROMPT_RECENT, RECENT)
+    first_near_start = first_position - tl.where(first_position < prompt_len, PROMPT_RECENT, RECENT)
+    last_near_start = last_position - tl.where(last_position < prompt_len, PROMPT_RECENT, RECENT)
     head = h * G + g
     row_ptr = query_ptr + (query_start + token).to(tl.int64) * query_stride_t + head * query_stride_h
 
@@ -288,16 +301,16 @@ def _prefill_kernel(
     head_table_ptr = table_ptr + h * L * 256
     block_row_ptr = block_table_ptr + request * block_table_stride
     band_row_ptr = band_table_ptr + request * band_table_stride
-    history_end = tl.maximum(last_position - RECENT + 1, context)
+    history_end = tl.maximum(last_near_start + 1, context)
     open_start = tl.minimum((SINK + N - 1) // N * N, (history_end + N - 1) // N * N)
-    open_end = tl.maximum((first_position - RECENT + 1) // N * N, open_start)
+    open_end = tl.maximum((first_near_start + 1) // N * N, open_start)
     for tile in range(open_start, open_end, N):
         entry, place = split_position(tile)
         block = tl.load(block_row_ptr + entry).to(tl.int64)
         m, total, value_total, o0, o1, o2, o3 = _history_tile(
-            q0, q1, q2, q3, row_scale, row_offset, positions, m, total, value_total, o0, o1, o2, o3,
+            q0, q1, q2, q3, row_scale, row_offset, positions, near_start, m, total, value_total, o0, o1, o2, o3,
             head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
-            SINK, RECENT, HAS_CAP, IS_E5M2, False, BAND_BLOCK, D, N,
+            SINK, HAS_CAP, IS_E5M2, False, BAND_BLOCK, D, N,
         )  # fmt: skip
     num_head_tiles = open_start // N
     num_masked_tiles = num_head_tiles + tl.maximum(history_end - open_end + N - 1, 0) // N
@@ -306,9 +319,9 @@ def _prefill_kernel(
         entry, place = split_position(tile)
         block = tl.load(block_row_ptr + entry).to(tl.int64)
         m, total, value_total, o0, o1, o2, o3 = _history_tile(
-            q0, q1, q2, q3, row_scale, row_offset, positions, m, total, value_total, o0, o1, o2, o3,
+            q0, q1, q2, q3, row_scale, row_offset, positions, near_start, m, total, value_total, o0, o1, o2, o3,
             head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
-            SINK, RECENT, HAS_CAP, IS_E5M2, True, BAND_BLOCK, D, N,
+            SINK, HAS_CAP, IS_E5M2, True, BAND_BLOCK, D, N,
         )  # fmt: skip
 
     # 3. from value codes to the model's basis
@@ -330,7 +343,7 @@ def _prefill_kernel(
 
     # 4. exact keys
     num_sink_tiles = (tl.minimum(SINK, last_position + 1) + N - 1) // N
-    window_start = tl.maximum(first_position - RECENT + 1, SINK)
+    window_start = tl.maximum(first_near_start + 1, SINK)
     num_tiles = num_sink_tiles + tl.maximum(last_position + 1 - window_start + N - 1, 0) // N
     chunk_key_ptr = key_ptr + query_start.to(tl.int64) * key_stride_t + h * key_stride_h
     chunk_value_ptr = value_ptr + query_start.to(tl.int64) * value_stride_t + h * value_stride_h
@@ -355,7 +368,7 @@ def _prefill_kernel(
         if HAS_CAP:
             logits = soft_cap(logits, cap)
         row = positions[:, None]
-        is_exact = (j < SINK)[None, :] | (j[None, :] > row - RECENT)
+        is_exact = (j < SINK)[None, :] | (j[None, :] > near_start[:, None])
         is_key = (j[None, :] <= row) & is_exact & (in_band | in_chunk)[None, :]
         logits = tl.where(is_key, logits * LOG2E, MASKED)
         new_m = tl.maximum(m, tl.max(logits, 1))
@@ -406,9 +419,11 @@ def prefill(
     band_block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
     scale: float,
     sink_tokens: int,
     recent_tokens: int,
+    prompt_recent_tokens: int,
     logits_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
@@ -419,7 +434,7 @@ def prefill(
         query: ``[num_tokens, num_heads, head_size]``, fp16, bf16 or f32, the requests' chunks one after the other.
         key, value: ``[num_tokens, num_kv_heads, head_size]``, the chunks' own.
         query_start_loc: ``[num_requests + 1]`` int32, where each chunk begins, in tokens.
-        seq_lens: ``[num_requests]`` int32, tokens up to the end of the chunk.
+        seq_lens: ``[num_requests]`` int32, tokens up to the end of the chunk; it may reach past the prompt.
         output: where the result goes, ``[num_tokens, num_heads, head_size]`` of any float type; new and f32 if None.
         Others as in `vllm_novakv.ops.paged_decode.paged_decode`.
 
@@ -432,7 +447,7 @@ def prefill(
     num_tokens, num_heads, head_size = query.shape
     tables = history.tables
     num_kv_heads = tables.codec.num_kv_heads
-    check_attention_inputs(query, history, band_cache, history_block_table, band_block_table, seq_lens)
+    check_attention_inputs(query, history, band_cache, history_block_table, band_block_table, seq_lens, prompt_lens)
     for name, tensor in (("key", key), ("value", value)):
         require(
             tuple(tensor.shape) == (num_tokens, num_kv_heads, head_size) and tensor.stride(2) == 1,
@@ -469,6 +484,7 @@ def prefill(
         band_block_table,
         query_start_loc,
         seq_lens,
+        prompt_lens,
         tables.codec.key_mean,
         tables.codec.key_transform_inv_t,
         tables.codec.value_transform,
@@ -493,6 +509,7 @@ def prefill(
         output.stride(1),
         SINK=sink_tokens,
         RECENT=recent_tokens,
+        PROMPT_RECENT=prompt_recent_tokens,
         HAS_CAP=logits_soft_cap > 0,
         HAS_SINKS=sinks is not None,
         IS_E5M2=tables.is_e5m2,

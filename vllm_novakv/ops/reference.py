@@ -1,7 +1,8 @@
 """PyTorch reference of the three cache operations; the CPU path, and what every kernel is tested against.
 
-Key j of a sequence is *exact* for the query at position p when j < sink or p - recent < j <= p, and the band (or,
-inside a prefill chunk, the chunk itself) holds it; every other key up to p is read from the history:
+Key j of a sequence is *exact* for the query at position p when j < sink or p - window < j <= p, and the band (or,
+inside a prefill chunk, the chunk itself) holds it; the window is wider for tokens of the prompt than for generated
+ones. Every other key up to p is read from the history:
 
     logit(p, j) = scale * (q_p · k_j)                                   exact
     logit(p, j) = scale * ((q_p R_K^{-T}) · r̂_j + q_p · k̄)              history, r̂_j = ρ_j ĉ_j
@@ -136,9 +137,11 @@ def paged_decode(
     history_block_table: torch.Tensor,
     band_block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
     scale: float,
     sink_tokens: int,
     recent_tokens: int,
+    prompt_recent_tokens: int,
     logits_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -150,8 +153,10 @@ def paged_decode(
         band_cache: ``[num_blocks, num_kv_heads, 16, 2 * head_size]``.
         history_block_table, band_block_table: ``[num_requests, max_blocks]`` int; band entries of 0 are not held.
         seq_lens: ``[num_requests]`` int, tokens including the query's own.
+        prompt_lens: ``[num_requests]`` int, tokens of the prompt; a shorter sequence is still in its prompt.
         scale: factor of the logits.
-        sink_tokens, recent_tokens: sizes of the exact parts.
+        sink_tokens: first tokens that are exact.
+        recent_tokens, prompt_recent_tokens: window of a generated token and of a prompt token.
         logits_soft_cap: c of c·tanh(logit / c); 0 for none.
         sinks: ``[num_heads]`` learned sink logits, added to the softmax's denominator.
 
@@ -163,19 +168,18 @@ def paged_decode(
     positions = (seq_lens.long() - 1)[:, None]
     rows = query.float().view(num_requests, num_kv_heads, -1, 1, head_size)
     band = _BandReader(band_cache, band_block_table.long(), first_chunk_position=None)
-    state = _OnlineSoftmax(rows, positions, history, scale, logits_soft_cap)
-    _attend_history(state, history_block_table, band, sink_tokens, recent_tokens)
+    windows = exact_windows(positions, prompt_lens[:, None], recent_tokens, prompt_recent_tokens)
+    state = _OnlineSoftmax(rows, positions, windows, sink_tokens, history, scale, logits_soft_cap)
+    _attend_history(state, history_block_table, band)
 
-    # Exact keys of every request: [R, sink + recent]; a position may be past the sequence or listed twice.
+    # Exact keys of every request: [R, sink + window]; a position may be past the sequence or listed twice.
     device = query.device
     sink = torch.arange(sink_tokens, device=device).expand(num_requests, -1)
-    recent = positions - torch.arange(recent_tokens - 1, -1, -1, device=device)
+    recent = positions - torch.arange(int(windows.max()) - 1, -1, -1, device=device)
     key_positions = torch.cat([sink, recent], 1)
     is_listed_once = torch.cat([sink >= 0, recent >= sink_tokens], 1)
     keys, values = band.read(key_positions)
-    state.add_exact(
-        keys, values, key_positions, is_listed_once & band.is_held(key_positions), sink_tokens, recent_tokens
-    )
+    state.add_exact(keys, values, key_positions, is_listed_once & band.is_held(key_positions))
     return state.finish(sinks).reshape(num_requests, num_heads, head_size)
 
 
@@ -189,9 +193,11 @@ def prefill(
     band_block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor,
     scale: float,
     sink_tokens: int,
     recent_tokens: int,
+    prompt_recent_tokens: int,
     logits_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -204,7 +210,7 @@ def prefill(
         query: ``[num_tokens, num_heads, head_size]``, the requests' chunks one after the other.
         key, value: ``[num_tokens, num_kv_heads, head_size]``, the chunks' own.
         query_start_loc: ``[num_requests + 1]`` int, where each chunk begins, in tokens.
-        seq_lens: ``[num_requests]`` int, tokens up to the end of the chunk.
+        seq_lens: ``[num_requests]`` int, tokens up to the end of the chunk; it may reach past the prompt.
         Others as in `paged_decode`.
 
     Returns:
@@ -222,17 +228,23 @@ def prefill(
         rows = query[start:end].float().view(1, end - start, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
         positions = torch.arange(context, seq_len, device=query.device)[None]
         band = _BandReader(band_cache, band_block_table[request : request + 1].long(), first_chunk_position=context)
-        state = _OnlineSoftmax(rows, positions, history, scale, logits_soft_cap)
-        _attend_history(state, history_block_table[request : request + 1], band, sink_tokens, recent_tokens)
-        _attend_chunk(state, key[start:end], value[start:end], band, context, sink_tokens, recent_tokens)
+        windows = exact_windows(positions, prompt_lens[request], recent_tokens, prompt_recent_tokens)
+        state = _OnlineSoftmax(rows, positions, windows, sink_tokens, history, scale, logits_soft_cap)
+        _attend_history(state, history_block_table[request : request + 1], band)
+        _attend_chunk(state, key[start:end], value[start:end], band, context)
         # [1, H, G, T, d] -> [T, H * G, d]
         output[start:end] = state.finish(sinks)[0].permute(2, 0, 1, 3).flatten(1, 2)
     return output
 
 
-def _attend_history(
-    state: _OnlineSoftmax, block_table: torch.Tensor, band: _BandReader, sink_tokens: int, recent_tokens: int
-) -> None:
+def exact_windows(
+    positions: torch.Tensor, prompt_lens: torch.Tensor, recent_tokens: int, prompt_recent_tokens: int
+) -> torch.Tensor:
+    """Tokens, its own included, that the query at each position reads exactly: wider inside the prompt."""
+    return torch.where(positions < prompt_lens, prompt_recent_tokens, recent_tokens)
+
+
+def _attend_history(state: _OnlineSoftmax, block_table: torch.Tensor, band: _BandReader) -> None:
     """Visit all history tiles; a key that is exact for a row is masked for that row."""
     num_blocks = (int(state.positions.max()) + BLOCK_TOKENS) // BLOCK_TOKENS
     for first in range(0, num_blocks, TILE_BLOCKS):
@@ -241,7 +253,7 @@ def _attend_history(
             first * BLOCK_TOKENS, (first + block_ids.shape[1]) * BLOCK_TOKENS, device=block_table.device
         ).expand(block_table.shape[0], -1)
         keys, values = state.history.read(block_ids)
-        state.add_history(keys, values, key_positions, band.is_held(key_positions), sink_tokens, recent_tokens)
+        state.add_history(keys, values, key_positions, band.is_held(key_positions))
 
 
 def _attend_chunk(
@@ -250,15 +262,13 @@ def _attend_chunk(
     value: torch.Tensor,
     band: _BandReader,
     context: int,
-    sink_tokens: int,
-    recent_tokens: int,
 ) -> None:
     """Exact keys of one request's chunk: [sink and window from the band | the chunk], by tiles of rows."""
-    device = key.device
+    device, sink_tokens, widest = key.device, state.sink_tokens, int(state.windows.max())
     before = torch.cat(
         [
             torch.arange(min(sink_tokens, context), device=device),
-            torch.arange(min(max(context - recent_tokens + 1, sink_tokens), context), context, device=device),
+            torch.arange(min(max(context - widest + 1, sink_tokens), context), context, device=device),
         ]
     )[None]
     band_keys, band_values = band.read(before)
@@ -268,7 +278,7 @@ def _attend_chunk(
     is_held = band.is_held(before)
     for first in range(0, key.shape[0], ROW_TILE):
         rows = slice(first, min(first + ROW_TILE, key.shape[0]))
-        window = slice(max(0, first - recent_tokens + 1), rows.stop)
+        window = slice(max(0, first - widest + 1), rows.stop)
         sink = slice(0, min(max(sink_tokens - context, 0), window.start))
         for part in (sink, window):
             positions = own[:, part]
@@ -277,11 +287,9 @@ def _attend_chunk(
                 own_values[:, :, part],
                 positions,
                 torch.ones_like(positions, dtype=torch.bool),
-                sink_tokens,
-                recent_tokens,
                 rows,
             )
-        state.add_exact(band_keys, band_values, before, is_held, sink_tokens, recent_tokens, rows)
+        state.add_exact(band_keys, band_values, before, is_held, rows)
 
 
 @dataclass(frozen=True)
@@ -314,10 +322,19 @@ class _OnlineSoftmax:
     """Running softmax of rows ``[R, H, G, T]`` over tiles of keys, one accumulator per basis."""
 
     def __init__(
-        self, query: torch.Tensor, positions: torch.Tensor, history: History, scale: float, logits_soft_cap: float
+        self,
+        query: torch.Tensor,
+        positions: torch.Tensor,
+        windows: torch.Tensor,
+        sink_tokens: int,
+        history: History,
+        scale: float,
+        logits_soft_cap: float,
     ) -> None:
         self.query = query  # [R, H, G, T, d]
         self.positions = positions  # [R, T]
+        self.windows = windows  # [R, T], exact tokens up to each position
+        self.sink_tokens = sink_tokens
         self.history = history
         self.scale = scale
         self.logits_soft_cap = logits_soft_cap
@@ -335,8 +352,6 @@ class _OnlineSoftmax:
         values: torch.Tensor,
         key_positions: torch.Tensor,
         is_held: torch.Tensor,
-        sink_tokens: int,
-        recent_tokens: int,
     ) -> None:
         """Add keys in the history's basis, for the rows to which they are not exact."""
         num_rows = self.positions.shape[1]
@@ -346,7 +361,7 @@ class _OnlineSoftmax:
             p, j = self.positions[:, rows, None], key_positions[:, None, :]
             if first_key > int(p.max()):
                 continue
-            is_exact = ((j < sink_tokens) | (j > p - recent_tokens)) & is_held[:, None, :]
+            is_exact = self._is_near(key_positions, rows) & is_held[:, None, :]
             self._add(
                 self.folded_query[..., rows, :],
                 keys,
@@ -363,16 +378,19 @@ class _OnlineSoftmax:
         values: torch.Tensor,
         key_positions: torch.Tensor,
         is_held: torch.Tensor,
-        sink_tokens: int,
-        recent_tokens: int,
         rows: slice = slice(None),
     ) -> None:
         """Add keys in the model's basis, for the rows to which they are exact."""
         if key_positions.shape[1] == 0:
             return
         p, j = self.positions[:, rows, None], key_positions[:, None, :]
-        is_exact = ((j < sink_tokens) | (j > p - recent_tokens)) & is_held[:, None, :] & (j >= 0)
+        is_exact = self._is_near(key_positions, rows) & is_held[:, None, :] & (j >= 0)
         self._add(self.query[..., rows, :], keys, values, (j <= p) & is_exact, self.exact_output, rows, None)
+
+    def _is_near(self, key_positions: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Whether each key is in the sink or in the row's window: ``[R, T, n]``."""
+        j = key_positions[:, None, :]
+        return (j < self.sink_tokens) | (j > (self.positions - self.windows)[:, rows, None])
 
     def _add(
         self,
