@@ -55,6 +55,7 @@ class Setup:
         skipped_layers: full-attention layers on vLLM's own backend.
         sliding_layers: layers with a window of ``sliding_window`` tokens, on vLLM's own backend.
         reserves_full_prompt: vLLM's ``scheduler_reserve_full_isl``.
+        prompt_recent_tokens: shorter than a server's default, so that short prompts have a hole.
         Others: as vLLM and `BandGeometry` name them.
     """
 
@@ -71,10 +72,11 @@ class Setup:
     sliding_window: int = 128
     sink_tokens: int = 64
     recent_tokens: int = 256
+    prompt_recent_tokens: int = 512
 
     @property
     def geometry(self) -> BandGeometry:
-        return BandGeometry(self.sink_tokens, self.recent_tokens)
+        return BandGeometry(self.sink_tokens, self.recent_tokens, self.prompt_recent_tokens)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """The specs of all layers; every page has the same size."""
@@ -89,6 +91,7 @@ class Setup:
             dcp_sharded=False,
             sink_tokens=self.sink_tokens,
             recent_tokens=self.recent_tokens,
+            prompt_recent_tokens=self.prompt_recent_tokens,
             max_steps_in_flight=self.max_steps_in_flight,
             max_model_len=self.max_model_len,
             history_record_bytes=RECORD_BYTES,
@@ -247,13 +250,16 @@ class Worker:
     def _read(self, request: SimulatedRequest, start: int, end: int) -> None:
         """Look up every key that the queries at positions ``start`` to ``end - 1`` attend.
 
-        Over these queries, the exact keys outside the chunk are those of the first one: later ones have a later
-        window, and the chunk itself holds what they gain. A single token reads its own key from the band too. The
-        history is complete at any time, so all keys up to the last query are looked up there.
+        The prompt's tokens have the wide window, generated ones the short window, also when a resumed request computes
+        them again. Over these queries, the exact keys outside the chunk are those of the first one: later ones have a
+        later window that is no wider, and the chunk itself holds what they gain. A single token reads its own key from
+        the band too. The history is complete at any time, so all keys up to the last query are looked up there.
         """
         setup = self.setup
         outside = end if end - start == 1 else start
-        window_start = max(start - setup.recent_tokens + 1, 0)
+        is_prompt = start < request.num_prompt_tokens
+        window_tokens = setup.prompt_recent_tokens if is_prompt else setup.recent_tokens
+        window_start = max(start - window_tokens + 1, 0)
         for group, spec in enumerate(self.specs):
             if isinstance(spec, NovaBandSpec):
                 self._look_up(request, group, POSITIONS[: min(setup.sink_tokens, outside)])
@@ -459,7 +465,7 @@ class Engine:
             for number, block in enumerate(band):
                 start = number * BAND_BLOCK_TOKENS
                 end = start + BAND_BLOCK_TOKENS
-                is_read = start < geometry.sink_tokens or end > num_tokens - geometry.recent_tokens
+                is_read = start < geometry.sink_tokens or end > num_tokens - geometry.prompt_recent_tokens
                 assert block.is_null != is_read, f"hit of {num_tokens} tokens: band block {number}"
 
     def _preempt(self, request: SimulatedRequest, drop_stale_output: bool = False) -> None:

@@ -161,7 +161,7 @@ def test_doctor_approves_a_fitted_model(model_dir, capsys):
     assert "144 (BF16: 1,024, 7.11 times as much)" in out
     assert "2.25 (BF16: 16)" in out
     # 64 first, 256 latest and the up to 128 after a history block begins: 28 blocks x 16 tokens x 1,024 bytes
-    assert "up to 28 blocks of 16, 0.44 MiB per sequence" in out
+    assert "up to 28 blocks of 16, 0.44 MiB per decoding sequence" in out
     assert str(directory) in out
     assert "layers 0-1 of 2" in out
     assert out.rstrip().endswith("no problems found")

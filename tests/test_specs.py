@@ -44,6 +44,7 @@ def test_both_pages_have_one_size_and_a_probe_is_not_padded() -> None:
 
 
 def test_specs_of_one_group_merge_and_foreign_ones_do_not() -> None:
+    from vllm_novakv.backend.band_geometry import BandGeometry
     from vllm_novakv.backend.specs import CacheShape, NovaBandSpec
 
     spec = CacheShape(36).history_spec(dense_spec())
@@ -55,13 +56,16 @@ def test_specs_of_one_group_merge_and_foreign_ones_do_not() -> None:
         "dtype": torch.uint8,
         "sink_tokens": 64,
         "recent_tokens": 256,
+        "prompt_recent_tokens": 1024,
         "max_model_len": 4096,
         "history_record_bytes": 36,
     }
     band = NovaBandSpec(**settings)
     assert NovaBandSpec.merge([band, band]) == band
-    with pytest.raises(ValueError, match="differ"):
-        NovaBandSpec.merge([band, NovaBandSpec(**settings | {"recent_tokens": 128})])
+    assert band.geometry == BandGeometry(sink_tokens=64, recent_tokens=256, prompt_recent_tokens=1024)
+    for name in ("recent_tokens", "prompt_recent_tokens"):
+        with pytest.raises(ValueError, match="differ"):
+            NovaBandSpec.merge([band, NovaBandSpec(**settings | {name: 128})])
 
 
 def test_the_enum_member_unpickles_in_a_process_that_has_not_loaded_its_plugins() -> None:

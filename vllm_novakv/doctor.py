@@ -162,12 +162,13 @@ def report_sizes(report: Report, support: ModelSupport, group_size: int, config:
     exact_bytes = heads * 2 * support.head_size * BFLOAT16_BYTES
     report.say("bits/element", f"{layout.bits_per_element:.4g} (BF16: 16)")
     report.say("bytes/token", f"{token_bytes:,} (BF16: {exact_bytes:,}, {exact_bytes / token_bytes:.2f} times as much)")
-    blocks = BandGeometry(config.sink_tokens, config.recent_tokens).steady_blocks(LONG_SEQUENCE_TOKENS)
+    geometry = BandGeometry(config.sink_tokens, config.recent_tokens, config.prompt_recent_tokens)
+    blocks = geometry.steady_blocks(LONG_SEQUENCE_TOKENS)
     mebibytes = blocks * BAND_BLOCK_TOKENS * exact_bytes / 2**20
     report.say(
         "band",
-        f"first {config.sink_tokens} and last {config.recent_tokens} tokens in BF16: up to {blocks} blocks of "
-        f"{BAND_BLOCK_TOKENS}, {mebibytes:.2f} MiB per sequence",
+        f"first {config.sink_tokens} and last {config.recent_tokens} tokens in BF16 ({config.prompt_recent_tokens} for "
+        f"a prompt's tokens): up to {blocks} blocks of {BAND_BLOCK_TOKENS}, {mebibytes:.2f} MiB per decoding sequence",
     )
 
 

@@ -3,9 +3,10 @@
 vLLM owns every block (reference counts, prefix hashes, eviction, preemption); this manager only decides which entries
 of a request's block table are real. The others are vLLM's null block, and their tokens live in the history alone.
 
-Required blocks (always allocated): the sink, and the window back to ``recent`` tokens before the latest 128-token
-boundary. Blocks between are optional: tokens of a chunk that leave the window inside the chunk. They are attended from
-the chunk's own keys and values; a block for them serves only a later request that resumes there. They are allocated
+Required blocks (always allocated): the sink, and the window back to ``prompt_recent`` tokens before the latest
+128-token boundary; once the prompt is computed, it shrinks to ``recent`` tokens. Blocks between are optional: tokens of
+a chunk that leave the window inside the chunk. They are attended from the chunk's own keys and values; a block for them
+serves only a later request that resumes there. They are allocated
 - for a boundary at which another request is already known to have diverged (vLLM's ``shared_prefix_boundary``), and
 - while the pool has blocks that hold no cached prefix, where they cost nothing.
 """
@@ -70,13 +71,14 @@ class BandManager(SingleTypeKVCacheManager):
         # Once, however many groups vLLM makes of the layers. vLLM itself logs how many tokens and requests fit.
         logger.info_once(
             "NOVAKV cache: %.3f bits per element, %d bytes per token of history in %d layers (BF16: %d); BF16 band of "
-            "%d first and %d latest tokens, at most %d blocks of %d tokens a request",
+            "%d first and %d latest tokens (%d for a prompt's tokens), %d blocks of %d tokens a decoding request",
             8 * spec.history_record_bytes / elements,
             heads * spec.history_record_bytes,
             spec.num_layers,
             heads * elements * 2,
             spec.sink_tokens,
             spec.recent_tokens,
+            spec.prompt_recent_tokens,
             self.geometry.steady_blocks(spec.max_model_len),
             BAND_BLOCK_TOKENS,
         )
@@ -103,7 +105,7 @@ class BandManager(SingleTypeKVCacheManager):
             num_held = sum(not block.is_null for block in held)
             return max(peak - num_held, 0) + num_evictable
         num_blocks = -(-num_tokens // self.block_size)
-        required = sum(self.geometry.is_held(block, num_tokens) for block in range(len(held), num_blocks))
+        required = sum(self.geometry.is_required(block, num_tokens) for block in range(len(held), num_blocks))
         return required + num_evictable
 
     def add_local_computed_blocks(
@@ -127,7 +129,7 @@ class BandManager(SingleTypeKVCacheManager):
         blocks = self.req_to_blocks[request_id]
         first = len(blocks)
         numbers = range(first, -(-num_tokens // self.block_size))
-        is_required = [self.geometry.is_held(number, num_tokens) for number in numbers]
+        is_required = [self.geometry.is_required(number, num_tokens) for number in numbers]
         real = iter(self.block_pool.get_new_blocks(sum(is_required)))
         new_blocks = [next(real) if required else self._null_block for required in is_required]
         blocks.extend(new_blocks)
@@ -173,6 +175,9 @@ class BandManager(SingleTypeKVCacheManager):
     ) -> None:
         """Free the blocks that left the window, given that ``processed_computed_tokens`` tokens are done.
 
+        A resumed request's prompt is still its first ``num_prompt_tokens`` tokens: those that it had generated are
+        computed again with the short window.
+
         Optional blocks are freed at the request's next step, even while their own is in flight: no step of the request
         reads them, and who gets them writes in a later step. So they never take room from their own request.
         """
@@ -180,7 +185,7 @@ class BandManager(SingleTypeKVCacheManager):
         if not blocks:
             return
         start = max(self._freed_until.get(request_id, 0), self.geometry.num_sink_blocks)
-        end = min(self.geometry.window_start_block(processed_computed_tokens), len(blocks))
+        end = min(self.geometry.window_start_block(processed_computed_tokens, num_prompt_tokens), len(blocks))
         self._freed_until[request_id] = max(start, end)
         numbers = (*self._optional.pop(request_id, ()), *range(start, end))
         released = {number: blocks[number] for number in numbers if not blocks[number].is_null}

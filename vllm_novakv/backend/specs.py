@@ -43,7 +43,7 @@ class NovaBandSpec(AttentionSpec):
     Not a sliding-window spec: vLLM clears every block-table entry below such a window, and the sink would vanish.
 
     Args:
-        sink_tokens, recent_tokens: see `BandGeometry`.
+        sink_tokens, recent_tokens, prompt_recent_tokens: see `BandGeometry`.
         max_steps_in_flight: steps that the scheduler may have scheduled before the first of them has finished.
         max_model_len: longest sequence, tokens.
         history_record_bytes: bytes of one history record, for the start-up log.
@@ -52,6 +52,7 @@ class NovaBandSpec(AttentionSpec):
 
     sink_tokens: int
     recent_tokens: int
+    prompt_recent_tokens: int
     max_steps_in_flight: int
     max_model_len: int
     history_record_bytes: int
@@ -60,14 +61,14 @@ class NovaBandSpec(AttentionSpec):
     @property
     def geometry(self) -> BandGeometry:
         """Block arithmetic of this band."""
-        return BandGeometry(self.sink_tokens, self.recent_tokens)
+        return BandGeometry(self.sink_tokens, self.recent_tokens, self.prompt_recent_tokens)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes that one request of the longest length holds: at most while the pool is sized, decoding afterwards.
 
-        A prompt that is being computed holds more for one or two steps (`BandGeometry.peak_blocks`). The pool must have
-        that, so vLLM's start-up check (and ``--max-model-len auto``) counts it; but it is needed once and not per
-        request, so the capacity that vLLM reports does not. Between the two, vLLM notes the pool's size.
+        A request whose prompt is being computed holds more (`BandGeometry.peak_blocks`). The pool must have that, so
+        vLLM's start-up check (and ``--max-model-len auto``) counts it; but it is needed once and not per request, so
+        the capacity that vLLM reports does not. Between the two, vLLM notes the pool's size.
         """
         max_model_len = vllm_config.model_config.max_model_len
         if vllm_config.cache_config.num_gpu_blocks is None:
