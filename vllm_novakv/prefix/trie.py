@@ -1,0 +1,426 @@
+"""A radix-compressed trie over token ids with probabilities: the prefix index.
+
+A node is a prefix, an edge holds a run of tokens, and every stored sequence is a path from the root. Each token has a
+probability given those before it (`estimator.py`), so each prefix has one: the product along its path. Information is
+measured in bits, −log2 P. The information that two sequences share is that of their common prefix; it grows with the
+prefix, and where sequences part decides it alone.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_novakv.prefix.node import NODE_BYTES, Node, ancestry, path_bits, walk
+from vllm_novakv.prefix.results import Continuations, Insertion, Match
+from vllm_novakv.prefix.tokens import (
+    LOGPROB_BYTES,
+    TOKEN_BYTES,
+    TOKEN_DTYPE,
+    Tokens,
+    checked_logprobs,
+    common_tokens,
+    encode,
+)
+from vllm_novakv.prefix.view import TrieColumns, TrieView, build_nodes, build_view
+
+ROUNDING_BITS = 1e-9
+"""Slack of the comparison with a threshold in bits, so that a sum's rounding does not decide."""
+
+
+class Trie:
+    """Stored sequences with a probability for every prefix; memory O(stored tokens), never above `max_bytes`.
+
+    One lock guards every operation, so any number of threads may read beside a writer. Insert, match and evict take
+    time O(n) in the sequence, plus one copy of an edge that is split or joined.
+
+    Example, vocabulary of 4, no recorded probabilities: insert [1, 2] and [1, 3]. Both begin with 1, which was seen
+    twice: P(1) = (2 − ½)/2 = 3/4. After it 2 and 3 were seen once each: P(2 | 1) = (1 − ½)/2 = 1/4. So
+    P([1, 2]) = 3/16, and the two share −log2(3/4) = 0.415 bits.
+
+    Args:
+        vocab_size: token ids are below it; at least 2.
+        max_bytes: bound of the charged memory (4 bytes per token, 4 per recorded log-probability, `NODE_BYTES` per
+            node), at least one node's; payloads are the caller's. The oldest insertions make room.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: arXiv:2604.15356, definition 1 and section 7.3; radix trees: D. R. Morrison (1968), PATRICIA.
+    """
+
+    def __init__(self, vocab_size: int, max_bytes: int = 1 << 28) -> None:
+        if not 2 <= vocab_size <= 1 << 32:
+            raise ValueError(f"vocab_size={vocab_size} must be 2 to {1 << 32}")
+        if max_bytes < 2 * NODE_BYTES:
+            raise ValueError(f"max_bytes={max_bytes} does not hold one sequence; give at least {2 * NODE_BYTES}")
+        self.vocab_size = vocab_size
+        self.max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._root = Node(b"", None, None)
+        self._ends: OrderedDict[int, Node] = OrderedDict()  # by order of insertion
+        self._next_order = 1
+        self._num_nodes = 1
+        self._memory_bytes = self._root.memory_bytes
+        self._num_tokens = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Different stored sequences."""
+        return len(self._ends)
+
+    @property
+    def num_tokens(self) -> int:
+        """Stored tokens; a shared prefix counts once."""
+        return self._num_tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the root included."""
+        return self._num_nodes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Charged memory."""
+        return self._memory_bytes
+
+    def insert(
+        self, tokens: Tokens, logprobs: Sequence[float | None] | NDArray[Any] | None = None, payload: Any = None
+    ) -> Insertion:
+        """Store a sequence, or count it once more.
+
+        Args:
+            tokens: int [n], n at least 1.
+            logprobs: natural logarithms of P(token | tokens before) from the model, one per token, None or NaN where
+                unknown; the first value recorded for a token of the trie stays.
+            payload: attached to the sequence; replaces an earlier one.
+
+        Returns:
+            What was added and what had to go.
+
+        Raises:
+            ValueError: the sequence is empty, a token or a log-probability is out of range, the lengths differ, or
+                the sequence alone exceeds `max_bytes`.
+        """
+        data = self._encode(tokens)
+        num_tokens = len(data) // TOKEN_BYTES
+        if not num_tokens:
+            raise ValueError("an empty sequence cannot be stored")
+        values = None if logprobs is None else checked_logprobs(logprobs, num_tokens)
+        token_bytes = TOKEN_BYTES + (0 if values is None else LOGPROB_BYTES)
+        if 3 * NODE_BYTES + num_tokens * token_bytes > self.max_bytes:
+            raise ValueError(
+                f"{num_tokens} tokens need more than max_bytes={self.max_bytes}; store a shorter prefix or raise it"
+            )
+        with self._lock:
+            evicted: list[Any] = []
+            node, child, common, position = walk(self._root, data)
+            while True:
+                # a split and a leaf, the new tokens, and log-probabilities for stored tokens that had none
+                need = 2 * NODE_BYTES + (num_tokens - position) * TOKEN_BYTES
+                need += 0 if values is None else (num_tokens + (child.num_tokens if child else 0)) * LOGPROB_BYTES
+                if self._memory_bytes + need <= self.max_bytes or not self._ends:
+                    break
+                payload_of_oldest = self._remove(self._ends[next(iter(self._ends))])
+                evicted.extend([] if payload_of_oldest is None else [payload_of_oldest])
+                node, child, common, position = walk(self._root, data)
+            num_new = num_tokens - position
+            if child is not None:
+                self._num_nodes += 1
+                self._memory_bytes -= child.memory_bytes
+                node = child.split(common)
+                self._memory_bytes += child.memory_bytes + node.memory_bytes
+            if num_new:
+                tail = None if values is None else values[position:].copy()
+                leaf = Node(data[position * TOKEN_BYTES :], tail, None)
+                node.attach(leaf)
+                self._num_nodes += 1
+                self._num_tokens += num_new
+                self._memory_bytes += leaf.memory_bytes
+                node = leaf
+            self._count_end(node, payload, evicted)
+            if values is not None:
+                self._record(node, values[:position])
+            return Insertion(num_new, tuple(evicted))
+
+    def match(self, tokens: Tokens) -> Match:
+        """Find the stored sequence with the most shared information: argmax_s −log2 P(query ∧ s).
+
+        Args:
+            tokens: int [n], the query.
+
+        Returns:
+            The match; zeros and None if no stored sequence begins like the query.
+
+        Raises:
+            ValueError: a token is out of range.
+
+        Source: arXiv:2604.15356, section 7.3, best-match lookup.
+        """
+        data = self._encode(tokens)
+        with self._lock:
+            node, child, common, position = walk(self._root, data)
+            below = node if child is None else child
+            bits = below.prefix_bits(common, self.vocab_size) if below is not node else 0.0
+            bits += path_bits(node, self.vocab_size)
+            ancestor = node
+            depth = position - common
+            while not ancestor.own_weight and ancestor.parent is not None:
+                depth -= ancestor.num_tokens
+                ancestor = ancestor.parent
+            while position and not below.own_weight and below.children:
+                below = next(iter(below.children.values()))
+            return Match(position, bits, below.payload, depth, ancestor.payload)
+
+    def information_bits(self, tokens: Tokens) -> float:
+        """Information −log2 P of a sequence, stored or not; after the stored part each token is one of the unseen.
+
+        Args:
+            tokens: int [n].
+
+        Returns:
+            Bits; infinite if the estimate leaves nothing to a token.
+        """
+        data = self._encode(tokens)
+        with self._lock:
+            node, child, common, position = walk(self._root, data)
+            bits = path_bits(node, self.vocab_size)
+            if child is not None:
+                bits += child.prefix_bits(common, self.vocab_size)
+                branch = child.interior_branch(common, self.vocab_size)
+            else:
+                branch = node.branch(self.vocab_size)
+        num_left = len(data) // TOKEN_BYTES - position
+        if not num_left:
+            return bits
+        unseen = branch.unseen_probability
+        return math.inf if unseen == 0.0 else bits - math.log2(unseen) + (num_left - 1) * math.log2(self.vocab_size)
+
+    def shared_information_bits(self, first: Tokens, second: Tokens) -> float:
+        """Information that two sequences share, d_T = −log2 P(first ∧ second), ∧ being the longest common prefix.
+
+        Args:
+            first: int [n].
+            second: int [m].
+
+        Returns:
+            Bits, 0 if the first tokens differ already.
+
+        Source: arXiv:2604.15356, definition 2, where it is called a metric although it grows with what is shared.
+        """
+        left, right = self._encode(first), self._encode(second)
+        common = common_tokens(left, right)
+        return self.information_bits(np.frombuffer(left, dtype=TOKEN_DTYPE, count=common))
+
+    def continuations(self, tokens: Tokens) -> Continuations:
+        """Probability of every next token after a prefix, stored or not.
+
+        Args:
+            tokens: int [n], the prefix; may be empty.
+        """
+        data = self._encode(tokens)
+        with self._lock:
+            node, child, common, position = walk(self._root, data)
+            if position < len(data) // TOKEN_BYTES:
+                return Continuations({}, 1.0 / self.vocab_size, self.vocab_size)
+            if child is not None:
+                branch = child.interior_branch(common, self.vocab_size)
+                token = int.from_bytes(child.tokens[common * TOKEN_BYTES : (common + 1) * TOKEN_BYTES], "little")
+                known = branch.known_mass if branch.num_known else None
+                seen = {token: branch.counted_probability(child.weight) if known is None else known}
+            else:
+                branch = node.branch(self.vocab_size)
+                children = node.children or {}
+                seen = {key: other.first_token_probability(self.vocab_size) for key, other in children.items()}
+            return Continuations(seen, branch.unseen_probability, branch.num_unseen)
+
+    def evict(self, tokens: Tokens) -> Any:
+        """Forget a stored sequence with all its insertions, and the ancestors that then lead nowhere.
+
+        Returns:
+            Its payload.
+
+        Raises:
+            KeyError: the sequence is not stored.
+
+        Source: arXiv:2604.15356, section 7.3.
+        """
+        data = self._encode(tokens)
+        with self._lock:
+            node, _, common, position = walk(self._root, data)
+            if common or position * TOKEN_BYTES < len(data) or not node.own_weight:
+                raise KeyError("the sequence is not stored")
+            return self._remove(node)
+
+    def prune(self, epsilon: float) -> tuple[Any, ...]:
+        """Cut every stored sequence to its longest prefix with P ≥ epsilon; nothing less probable stays.
+
+        Probabilities are those before the call. What stays can only become more probable, but for prefixes that every
+        token of the vocabulary had followed. A shortened sequence keeps its number of insertions and has no payload,
+        unless the prefix was stored before.
+
+        Args:
+            epsilon: probability in (0, 1].
+
+        Returns:
+            Payloads of the sequences that were shortened or dropped.
+
+        Raises:
+            ValueError: epsilon is out of range.
+
+        Source: arXiv:2604.15356, section 7.3.
+        """
+        if not 0.0 < epsilon <= 1.0:
+            raise ValueError(f"epsilon={epsilon} is not a probability in (0, 1]")
+        limit = -math.log2(epsilon) + ROUNDING_BITS
+        dropped: list[Any] = []
+        with self._lock:
+            stack = [(self._root, 0.0)]
+            while stack:
+                node, bits = stack.pop()
+                children = list(node.children.values()) if node.children else []
+                # every sibling's probability before any of them is cut
+                ends = [bits + np.cumsum(child.token_bits(self.vocab_size)) for child in children]
+                for child, end in zip(children, ends, strict=True):
+                    kept = int(np.searchsorted(end, limit, side="right"))
+                    if kept == len(end):
+                        stack.append((child, float(end[-1])))
+                    else:
+                        self._cut(child, kept, dropped)
+        return tuple(dropped)
+
+    def view(self) -> TrieView:
+        """Copy the trie into columns, so that slow readers do not hold the lock: about 2 µs per node."""
+        with self._lock:
+            return build_view(self._root, self.vocab_size)
+
+    @classmethod
+    def from_columns(cls, columns: TrieColumns, vocab_size: int, max_bytes: int) -> "Trie":
+        """Rebuild a trie from the columns of its view.
+
+        Args:
+            columns: see `TrieColumns`.
+            vocab_size: as for the constructor.
+            max_bytes: as for the constructor.
+
+        Raises:
+            ValueError: the columns are not those of a trie, or need more than max_bytes.
+        """
+        trie = cls(vocab_size, max_bytes)
+        nodes = build_nodes(columns, vocab_size)
+        trie._root = nodes[0]
+        trie._num_nodes = len(nodes)
+        trie._num_tokens = sum(node.num_tokens for node in nodes)
+        trie._memory_bytes = sum(node.memory_bytes for node in nodes)
+        if trie._memory_bytes > max_bytes:
+            raise ValueError(f"the trie needs {trie._memory_bytes} bytes, max_bytes={max_bytes}")
+        ends = sorted((node.order, node) for node in nodes if node.own_weight)
+        trie._ends = OrderedDict(ends)
+        trie._next_order = 1 + max(trie._ends, default=0)
+        return trie
+
+    def _encode(self, tokens: Tokens) -> bytes:
+        return encode(tokens, self.vocab_size)
+
+    def _add_weight(self, node: Node, amount: int) -> None:
+        for ancestor in ancestry(node):
+            ancestor.weight += amount
+            if ancestor.probability is None and ancestor.parent is not None:
+                ancestor.parent.counted_weight += amount
+        self._root.weight += amount
+
+    def _count_end(self, node: Node, payload: Any, replaced: list[Any]) -> None:
+        if node.own_weight:
+            self._ends.pop(node.order)
+            if payload is not None and node.payload is not None and node.payload != payload:
+                replaced.append(node.payload)
+        node.own_weight += 1
+        node.payload = node.payload if payload is None else payload
+        node.order = self._next_order
+        self._ends[node.order] = node
+        self._next_order += 1
+        self._add_weight(node, 1)
+
+    def _record(self, node: Node, logprobs: NDArray[np.float32]) -> None:
+        """Fill in log-probabilities for the tokens of a path that had none, up to where the path was stored before."""
+        path = list(ancestry(node))[::-1]
+        start = 0
+        for step in path:
+            end = start + step.num_tokens
+            if end > len(logprobs):
+                break
+            given = logprobs[start:end]
+            held = step.logprobs
+            merged = given if held is None else np.where(np.isnan(held), given, held)
+            if held is None or not np.array_equal(merged, held, equal_nan=True):
+                parent = step.parent
+                assert parent is not None
+                self._memory_bytes -= step.memory_bytes
+                parent.count(step, -1)
+                step.set_logprobs(merged.astype(np.float32))
+                parent.count(step, 1)
+                self._memory_bytes += step.memory_bytes
+            start = end
+
+    def _remove(self, node: Node) -> Any:
+        """Forget the sequence that ends at a node; returns its payload."""
+        self._add_weight(node, -node.own_weight)
+        del self._ends[node.order]
+        payload, node.payload, node.own_weight, node.order = node.payload, None, 0, 0
+        while node.parent is not None and not node.own_weight and not node.children:
+            parent = node.parent
+            self._discard(node)
+            node = parent
+        if node.parent is not None and not node.own_weight and node.children and len(node.children) == 1:
+            (child,) = node.children.values()
+            # joining an edge with log-probabilities to a long one without would need more memory than two nodes
+            if node.joined_bytes <= node.memory_bytes + child.memory_bytes:
+                self._memory_bytes += node.joined_bytes - node.memory_bytes - child.memory_bytes
+                self._num_nodes -= 1
+                node.merge_into_child()
+        return payload
+
+    def _discard(self, node: Node) -> None:
+        assert node.parent is not None
+        self._memory_bytes -= node.memory_bytes
+        self._num_tokens -= node.num_tokens
+        self._num_nodes -= 1
+        node.parent.detach(node)
+
+    def _cut(self, node: Node, kept: int, dropped: list[Any]) -> None:
+        """End every sequence through an edge after its first `kept` tokens."""
+        below = [node]
+        for step in below:
+            below.extend(step.children.values() if step.children else ())
+        ends = [step for step in below if step.own_weight]
+        for step in ends:
+            del self._ends[step.order]
+            dropped.extend([] if step.payload is None else [step.payload])
+        weight, order = node.weight, max(step.order for step in ends)
+        parent = node.parent
+        assert parent is not None
+        for step in reversed(below):
+            self._discard(step)
+        if kept:
+            logprobs = None if node.logprobs is None else node.logprobs[:kept].copy()
+            end = Node(node.tokens[: kept * TOKEN_BYTES], logprobs, None)
+            end.weight = weight
+            parent.attach(end)
+            self._num_nodes += 1
+            self._num_tokens += kept
+            self._memory_bytes += end.memory_bytes
+        elif parent.parent is not None:
+            end = parent
+        else:
+            self._root.weight -= weight
+            return
+        if end.own_weight:
+            order = max(order, end.order)
+            del self._ends[end.order]
+        end.own_weight += weight
+        end.order = order
+        self._ends[order] = end
