@@ -269,7 +269,7 @@ def test_prompt_waits_until_it_fits_whole(num_missing):
         pytest.param(1024, 1000, PLAIN, id="1k-1000"),
         pytest.param(2048, 700, PLAIN, id="2k-700"),
         pytest.param(2048, 1500, PLAIN, id="2k-1500"),
-        pytest.param(8192, 2500, PLAIN, id="8k-2500"),
+        pytest.param(8192, 1500, PLAIN, id="8k-1500"),
         pytest.param(2048, 4000, SKIPPED, id="2k-4000-skipped"),
     ],
 )
