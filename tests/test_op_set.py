@@ -23,7 +23,7 @@ OPTIONS = AttentionOptions(
     ids=["quantized-cpu", "exact-cpu", "exact-cuda"],
 )
 def test_cpu_and_exact_mode_get_the_reference(codec, device):
-    ops = select_ops(codec, torch.float32, torch.device(device), torch.bfloat16, 4, 8, OPTIONS)
+    ops = select_ops(codec, torch.float32, torch.device(device), torch.bfloat16, 4, 8, 512, OPTIONS)
     assert ops == ReferenceOps(codec, torch.float32)
 
 

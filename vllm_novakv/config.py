@@ -48,8 +48,8 @@ class NovaKVConfig(BaseModel):
         default=1024,
         ge=16,
         le=1 << 20,
-        description="Latest tokens that a token of the prompt reads in BF16, while the prompt is computed; a multiple of "
-        "16, at least recent_tokens.",
+        description="Latest tokens that a token of the prompt reads in BF16 while the prompt is computed; a multiple "
+        "of 16, at least recent_tokens.",
     )
     skip_layers: tuple[int, ...] = Field(
         default=(), description="Indices of attention layers that stay on vLLM's own backend, in the model's type."

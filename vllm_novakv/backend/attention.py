@@ -211,6 +211,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
             act_dtype,
             self.num_heads,
             max(self.vllm_config.scheduler_config.max_num_seqs, capture_size),
+            self.vllm_config.scheduler_config.max_num_batched_tokens,
             self.options,
         )
         self.band_name = name + BAND_SUFFIX
@@ -322,6 +323,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
                 meta.query_start_loc[decodes : num_reqs + 1] - decodes,
                 meta.seq_lens[decodes:num_reqs],
                 meta.prompt_lens[decodes:num_reqs],
+                meta.prefill_plan,
                 self.options,
             )
         return output

@@ -6,8 +6,9 @@ go. The two wrapped platform methods live in ``plugin.py``, which must not impor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
@@ -40,6 +41,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+if TYPE_CHECKING:
+    from vllm_novakv.ops.flash_prefill import FlashAttention
+
 __all__ = [
     "AttentionBackend",
     "AttentionBackendEnum",
@@ -64,6 +68,7 @@ __all__ = [
     "SingleTypeKVCacheManager",
     "VllmConfig",
     "extract_layer_index",
+    "flash_attention",
     "get_current_vllm_config",
     "get_forward_context",
     "get_tensor_model_parallel_rank",
@@ -104,6 +109,54 @@ def num_uncached_free_blocks(block_pool: BlockPool) -> int:
     Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
     """
     return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
+
+
+def flash_attention(head_size: int) -> FlashAttention | None:
+    """vLLM's FlashAttention for a head size, or ``None`` on a platform that has none.
+
+    Its module and its version numbers are vLLM's own. Can go when there is one public function.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_size)
+    if version is None:
+        return None
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_bounds: torch.Tensor,
+        key_bounds: torch.Tensor,
+        max_query_len: int,
+        max_key_len: int,
+        scale: float,
+        is_causal: bool,
+        window: int | None,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        _, log_sums = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            max_seqlen_q=max_query_len,
+            cu_seqlens_q=query_bounds,
+            max_seqlen_k=max_key_len,
+            cu_seqlens_k=key_bounds,
+            softmax_scale=scale,
+            causal=is_causal,
+            window_size=None if window is None else [window - 1, 0],
+            return_softmax_lse=True,
+            out=output,
+            fa_version=version,
+        )
+        return cast("torch.Tensor", log_sums)
+
+    return attend
 
 
 def publish_prompt_lengths(vllm_config: VllmConfig, is_wanted: bool) -> None:

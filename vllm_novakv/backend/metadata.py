@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -19,6 +19,9 @@ from vllm_novakv.backend.compat import (
 from vllm_novakv.backend.specs import NovaHistorySpec
 from vllm_novakv.config import HistoryFormat, NovaKVConfig
 
+if TYPE_CHECKING:
+    from vllm_novakv.ops.flash_prefill import PrefillPlan
+
 
 @dataclass(frozen=True)
 class NovaKVMetadata:
@@ -31,6 +34,7 @@ class NovaKVMetadata:
         query_start_loc: ``[num_reqs + 1]`` int32, first query token of each request.
         seq_lens: ``[num_reqs]`` int32, tokens of each request up to the end of this step.
         prompt_lens: ``[num_reqs]`` int32, tokens of each request's prompt; None in the band's own metadata.
+        prefill_plan: passes of the requests that are no decodes, where a FlashAttention kernel may compute them.
         block_table: ``[num_reqs, max_blocks]`` int32.
         slot_mapping: ``[num_tokens]`` int64, -1 for padding.
     """
@@ -41,6 +45,7 @@ class NovaKVMetadata:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     prompt_lens: torch.Tensor | None
+    prefill_plan: PrefillPlan | None
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
 
@@ -62,6 +67,11 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
+        self._window = config.prompt_recent_tokens
+        self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._has_kernels = config.history is HistoryFormat.QUANTIZED and device.type == "cuda"
+        self._dtype = vllm_config.model_config.dtype
         self._prompt_lens: torch.Tensor | None = None
         if isinstance(kv_cache_spec, NovaHistorySpec):
             # one buffer for good, because a CUDA graph reads it
@@ -82,6 +92,7 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             prompt_lens=self._fill_prompt_lens(common),
+            prefill_plan=self._plan_prefill(common, num_decodes, num_prefills),
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
         )
@@ -96,3 +107,22 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
             # a batch of vLLM's own, for warm-up or capture: it has no prompts
             prompt_lens.zero_()
         return prompt_lens
+
+    def _plan_prefill(self, common: CommonAttentionMetadata, num_decodes: int, num_prefills: int) -> PrefillPlan | None:
+        if self._prompt_lens is None or not self._has_kernels or num_prefills == 0:
+            return None
+        from vllm_novakv.ops.flash_prefill import is_planned, make_plan, scratch_tokens
+
+        if not is_planned(self._dtype, self._window):
+            return None
+        rows = slice(num_decodes, num_decodes + num_prefills)
+        seq_lens = common.seq_lens_cpu_upper_bound
+        # exact for requests that are no decodes
+        assert seq_lens is not None
+        return make_plan(
+            common.query_start_loc_cpu.diff()[rows].tolist(),
+            seq_lens[rows].tolist(),
+            self._window,
+            scratch_tokens(self._max_tokens, self._window),
+            self.device,
+        )

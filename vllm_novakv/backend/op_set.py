@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from vllm_novakv.backend.compat import init_logger
+from vllm_novakv.backend.compat import flash_attention, init_logger
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.codec.quantizer import LayerCodec
 from vllm_novakv.config import BAND_BLOCK_TOKENS
@@ -16,6 +16,7 @@ from vllm_novakv.ops.exact import ExactHistory, store_exact
 from vllm_novakv.ops.reference import History, QuantizedHistory, paged_decode, prefill, store
 
 if TYPE_CHECKING:
+    from vllm_novakv.ops.flash_prefill import FlashAttention, PrefillPlan, PrefillWorkspace
     from vllm_novakv.ops.paged_decode import DecodeWorkspace
     from vllm_novakv.ops.tables import KernelTables
 
@@ -88,9 +89,10 @@ class OpSet(Protocol):
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         prompt_lens: torch.Tensor,
+        plan: PrefillPlan | None,
         options: AttentionOptions,
     ) -> None:
-        """Attend with chunks of query tokens into ``output``."""
+        """Attend with chunks of query tokens into ``output``; the plan is of this batch, for those who need one."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class ReferenceOps:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         prompt_lens: torch.Tensor,
+        plan: PrefillPlan | None,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
@@ -183,16 +186,26 @@ class ReferenceOps:
 
 
 @dataclass(frozen=True, eq=False)
+class FlashPrefill:
+    """A FlashAttention kernel with its scratch, which all layers share."""
+
+    attend: FlashAttention
+    workspace: PrefillWorkspace
+
+
+@dataclass(frozen=True, eq=False)
 class KernelOps:
     """Compiled operations on a CUDA device.
 
     Args:
         tables: the layer's kernel tables.
         workspace: decode scratch, shared by all layers.
+        flash: FlashAttention for prompts; where there is none, the Triton operation computes them alone.
     """
 
     tables: KernelTables
     workspace: DecodeWorkspace
+    flash: FlashPrefill | None
 
     def store(
         self,
@@ -251,13 +264,36 @@ class KernelOps:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         prompt_lens: torch.Tensor,
+        plan: PrefillPlan | None,
         options: AttentionOptions,
     ) -> None:
         """See `OpSet`."""
+        from vllm_novakv.ops.flash_prefill import flash_prefill
         from vllm_novakv.ops.prefill import prefill
         from vllm_novakv.ops.tables import PackedHistory
 
         history = PackedHistory(history_cache, self.tables.codec, self.tables)
+        if self.flash is not None:
+            assert plan is not None
+            flash_prefill(
+                query,
+                key,
+                value,
+                history,
+                band_cache,
+                history_block_table,
+                band_block_table,
+                query_start_loc,
+                seq_lens,
+                options.scale,
+                options.sink_tokens,
+                options.prompt_recent_tokens,
+                options.sinks,
+                output,
+                plan,
+                self.flash.workspace,
+                self.flash.attend,
+            )
         prefill(
             query,
             key,
@@ -271,6 +307,7 @@ class KernelOps:
             prompt_lens,
             *options.as_arguments(),
             output=output,
+            skip_prompt=self.flash is not None,
         )
 
 
@@ -281,6 +318,7 @@ def select_ops(
     dtype: torch.dtype,
     num_heads: int,
     max_requests: int,
+    max_tokens: int,
     options: AttentionOptions,
 ) -> OpSet:
     """The operations for a layer on a device; compiles and runs every kernel variant that serving will need.
@@ -292,6 +330,7 @@ def select_ops(
         dtype: the model's type.
         num_heads: query heads of this rank.
         max_requests: most requests in a step.
+        max_tokens: most tokens in a step.
         options: the layer's constant arguments.
     """
     if codec is None or device.type != "cuda":
@@ -299,13 +338,50 @@ def select_ops(
     from vllm_novakv.ops.tables import KernelTables
 
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)
-    ops = KernelOps(KernelTables.build(codec), workspace)
+    flash = _flash_prefill(codec, dtype, num_heads, max_tokens, options, device)
+    ops = KernelOps(KernelTables.build(codec), workspace, flash)
     key = (num_heads, codec.num_kv_heads, codec.head_size, codec.num_centroids, ops.tables.is_e5m2, dtype, device)
     windows = (options.sink_tokens, options.recent_tokens, options.prompt_recent_tokens)
     constants = (*windows, options.logits_soft_cap > 0, options.sinks is not None)
     if _first_time(*key, *constants):
         _warm_up(ops, dtype, num_heads, options)
     return ops
+
+
+def _flash_prefill(
+    codec: LayerCodec,
+    dtype: torch.dtype,
+    num_heads: int,
+    max_tokens: int,
+    options: AttentionOptions,
+    device: torch.device,
+) -> FlashPrefill | None:
+    """FlashAttention for a layer's prompts, where it can serve them: it knows no soft cap of our logits."""
+    from vllm_novakv.ops.flash_prefill import is_planned
+
+    attend = flash_attention(codec.head_size)
+    if attend is None or options.logits_soft_cap or not is_planned(dtype, options.prompt_recent_tokens):
+        logger.info_once("NOVAKV: prompts are computed by the Triton operation; FlashAttention cannot serve this model")
+        return None
+    heads = (num_heads, codec.num_kv_heads, codec.head_size)
+    return FlashPrefill(
+        attend, _shared_prefill_workspace(max_tokens, options.prompt_recent_tokens, *heads, dtype, device)
+    )
+
+
+@lru_cache(maxsize=8)
+def _shared_prefill_workspace(
+    max_tokens: int,
+    window: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PrefillWorkspace:
+    from vllm_novakv.ops.flash_prefill import PrefillWorkspace
+
+    return PrefillWorkspace.allocate(max_tokens, window, num_heads, num_kv_heads, head_size, dtype, device)
 
 
 @lru_cache(maxsize=8)
@@ -350,18 +426,12 @@ def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, options: Attent
     for count in (1, tokens):
         ops.store(key, value, history_cache, band_cache, slots[:count], band_slots[:count])
     ops.decode(output[:1], query[:1], history_cache, band_cache, table[:1], table[:1], ones[:1], ones[:1], options)
-    ops.prefill(
-        output[:2],
-        query[:2],
-        key[:2],
-        value[:2],
-        history_cache,
-        band_cache,
-        table,
-        table,
-        starts,
-        ones,
-        ones,
-        options,
-    )
+    plan = None
+    if ops.flash is not None:
+        from vllm_novakv.ops.flash_prefill import make_plan
+
+        # a near and a far pass of one key each
+        plan = make_plan([1, 1], [2, 2], 1, ops.flash.workspace.capacity, device)
+    arguments = (history_cache, band_cache, table, table, starts, 2 * ones, 2 * ones, plan, options)
+    ops.prefill(output[:2], query[:2], key[:2], value[:2], *arguments)
     torch.cuda.synchronize(device)

@@ -231,6 +231,7 @@ def _prefill_kernel(
     N: tl.constexpr,
     TYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SKIP_PROMPT: tl.constexpr,
 ):
     L: tl.constexpr = D // 4
     M: tl.constexpr = TOKENS * G_PADDED
@@ -261,6 +262,10 @@ def _prefill_kernel(
     first_position = context + first_token
     last_position = context + tl.minimum(first_token + TOKENS, num_tokens) - 1
     prompt_len = tl.load(prompt_lens_ptr + request)
+    if SKIP_PROMPT:
+        if last_position < prompt_len:
+            return
+        is_row &= context + token >= prompt_len
     # a row's keys after near_start are exact; it grows with the row
     near_start = positions - tl.where(positions < prompt_len, PROMPT_RECENT, RECENT)
     first_near_start = first_position - tl.where(first_position < prompt_len, PROMPT_RECENT, RECENT)
@@ -427,6 +432,7 @@ def prefill(
     logits_soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
+    skip_prompt: bool = False,
 ) -> torch.Tensor:
     """Causal attention of chunks of query tokens; the chunks' own tokens are in the history already.
 
@@ -436,6 +442,7 @@ def prefill(
         query_start_loc: ``[num_requests + 1]`` int32, where each chunk begins, in tokens.
         seq_lens: ``[num_requests]`` int32, tokens up to the end of the chunk; it may reach past the prompt.
         output: where the result goes, ``[num_tokens, num_heads, head_size]`` of any float type; new and f32 if None.
+        skip_prompt: write the rows of tokens past the prompt only.
         Others as in `vllm_novakv.ops.paged_decode.paged_decode`.
 
     Returns:
@@ -520,6 +527,7 @@ def prefill(
         D=head_size,
         N=settings.keys,
         TYPE=tl.bfloat16 if is_bf16 else tl.float32,
+        SKIP_PROMPT=skip_prompt,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=settings.warps,
         num_stages=settings.stages,
