@@ -94,6 +94,7 @@ class Setup:
             prompt_recent_tokens=self.prompt_recent_tokens,
             max_steps_in_flight=self.max_steps_in_flight,
             max_model_len=self.max_model_len,
+            max_chunk_tokens=self.max_num_batched_tokens,
             history_record_bytes=RECORD_BYTES,
             num_layers=30,
             **layer,

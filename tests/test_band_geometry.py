@@ -85,9 +85,9 @@ def test_steady_and_peak_blocks():
     assert DEFAULT.steady_blocks(447) == 28
     # 256 tokens before a boundary and 128 after it are 24 blocks of 16; 1,024 and 128 are 72.
     assert DEFAULT.steady_blocks(100_000) == 4 + 24
-    assert DEFAULT.peak_blocks(500, max_steps_in_flight=1) == 32
-    assert DEFAULT.peak_blocks(100_000, max_steps_in_flight=1) == 4 + 2 * 72
-    assert DEFAULT.peak_blocks(100_000, max_steps_in_flight=2) == 4 + 3 * 72
+    assert DEFAULT.peak_blocks(500, num_windows=2) == 32
+    assert DEFAULT.peak_blocks(100_000, num_windows=2) == 4 + 2 * 72
+    assert DEFAULT.peak_blocks(100_000, num_windows=3) == 4 + 3 * 72
 
 
 def exact_keys(geometry: BandGeometry, position: int, num_prompt_tokens: int) -> set[int]:

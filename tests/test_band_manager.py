@@ -269,7 +269,7 @@ def test_prompt_waits_until_it_fits_whole(num_missing):
         pytest.param(1024, 1000, PLAIN, id="1k-1000"),
         pytest.param(2048, 700, PLAIN, id="2k-700"),
         pytest.param(2048, 1500, PLAIN, id="2k-1500"),
-        pytest.param(8192, 1500, PLAIN, id="8k-1500"),
+        pytest.param(8192, 1000, PLAIN, id="8k-1000"),
         pytest.param(2048, 4000, SKIPPED, id="2k-4000-skipped"),
     ],
 )
@@ -307,7 +307,7 @@ def test_requests_hold_no_more_than_accounted(chunk, max_steps_in_flight):
         engine.step()
         kind = "decode" if request.num_computed_tokens > 7005 else "prompt"
         num_held[kind].append(len(real_blocks(engine, request)))
-    assert max(num_held["prompt"]) <= setup.geometry.peak_blocks(8192, max_steps_in_flight)
+    assert max(num_held["prompt"]) <= setup.geometry.peak_blocks(8192, 1 + max_steps_in_flight)
     assert max(num_held["decode"][:-2]) == steady + 1
     # Three boundaries are crossed; the window moves once the token after one is processed.
     assert sum(number > steady for number in num_held["decode"]) <= 3 * max_steps_in_flight

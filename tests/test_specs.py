@@ -58,6 +58,7 @@ def test_specs_of_one_group_merge_and_foreign_ones_do_not() -> None:
         "recent_tokens": 256,
         "prompt_recent_tokens": 1024,
         "max_model_len": 4096,
+        "max_chunk_tokens": 2048,
         "history_record_bytes": 36,
     }
     band = NovaBandSpec(**settings)

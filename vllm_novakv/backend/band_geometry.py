@@ -88,12 +88,12 @@ class BandGeometry:
         window = (self.recent_tokens + BOUNDARY_TOKENS) // BAND_BLOCK_TOKENS
         return min(-(-num_tokens // BAND_BLOCK_TOKENS), self.num_sink_blocks + window)
 
-    def peak_blocks(self, num_tokens: int, max_steps_in_flight: int) -> int:
+    def peak_blocks(self, num_tokens: int, num_windows: int) -> int:
         """Most blocks that a request of up to ``num_tokens`` tokens holds while its prompt is computed.
 
-        While a chunk runs, both the wide window before it (its first queries read it) and the one after it are held;
-        one more for each further step that is scheduled before the first has finished.
+        While a chunk runs, both the window before it (its first queries read it) and the one after it are held; one
+        more for each further step that is scheduled before the first has finished. A prompt that is one chunk has no
+        window before it: ``num_windows`` is 1.
         """
         window = (self.prompt_recent_tokens + BOUNDARY_TOKENS) // BAND_BLOCK_TOKENS
-        num_windows = 1 + max_steps_in_flight
         return min(-(-num_tokens // BAND_BLOCK_TOKENS), self.num_sink_blocks + num_windows * window)

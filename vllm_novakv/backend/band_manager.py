@@ -101,7 +101,7 @@ class BandManager(SingleTypeKVCacheManager):
         num_evictable = self._get_num_evictable_blocks(new_computed_blocks)
         held = self.req_to_blocks.get(request_id) or new_computed_blocks
         if apply_admission_cap:
-            peak = self.geometry.peak_blocks(num_tokens, self.kv_cache_spec.max_steps_in_flight)
+            peak = self.kv_cache_spec.peak_blocks(num_tokens, is_resumed=total_computed_tokens > 0)
             num_held = sum(not block.is_null for block in held)
             return max(peak - num_held, 0) + num_evictable
         num_blocks = -(-num_tokens // self.block_size)

@@ -127,6 +127,7 @@ class BandLayer(AttentionLayerBase):
             prompt_recent_tokens=self.config.prompt_recent_tokens,
             max_steps_in_flight=vllm_config.max_concurrent_batches,
             max_model_len=vllm_config.model_config.max_model_len,
+            max_chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             history_record_bytes=self.shape.record_bytes,
             num_layers=self.num_layers,
         )

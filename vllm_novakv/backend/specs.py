@@ -46,6 +46,7 @@ class NovaBandSpec(AttentionSpec):
         sink_tokens, recent_tokens, prompt_recent_tokens: see `BandGeometry`.
         max_steps_in_flight: steps that the scheduler may have scheduled before the first of them has finished.
         max_model_len: longest sequence, tokens.
+        max_chunk_tokens: most tokens of a step.
         history_record_bytes: bytes of one history record, for the start-up log.
         num_layers: quantized layers of this rank, for the start-up log.
     """
@@ -55,6 +56,7 @@ class NovaBandSpec(AttentionSpec):
     prompt_recent_tokens: int
     max_steps_in_flight: int
     max_model_len: int
+    max_chunk_tokens: int
     history_record_bytes: int
     num_layers: int
 
@@ -66,16 +68,24 @@ class NovaBandSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes that one request of the longest length holds: at most while the pool is sized, decoding afterwards.
 
-        A request whose prompt is being computed holds more (`BandGeometry.peak_blocks`). The pool must have that, so
-        vLLM's start-up check (and ``--max-model-len auto``) counts it; but it is needed once and not per request, so
-        the capacity that vLLM reports does not. Between the two, vLLM notes the pool's size.
+        A prompt that is being computed holds more for one or two steps (`BandGeometry.peak_blocks`). The pool must have
+        that, so vLLM's start-up check (and ``--max-model-len auto``) counts it. It is needed once and not per request,
+        so the capacity that vLLM reports afterwards spreads it over all requests: n requests of r blocks each and e
+        blocks once fill N blocks, as n requests of r + r e / (N - e) do. Between the two, vLLM notes the pool's size.
         """
-        max_model_len = vllm_config.model_config.max_model_len
-        if vllm_config.cache_config.num_gpu_blocks is None:
-            blocks = self.geometry.peak_blocks(max_model_len, self.max_steps_in_flight)
-        else:
-            blocks = self.geometry.steady_blocks(max_model_len)
-        return blocks * self.page_size_bytes
+        max_model_len, num_blocks = vllm_config.model_config.max_model_len, vllm_config.cache_config.num_gpu_blocks
+        if num_blocks is None:
+            return self.peak_blocks(max_model_len, is_resumed=True) * self.page_size_bytes
+        steady = self.geometry.steady_blocks(max_model_len)
+        once = self.peak_blocks(max_model_len, is_resumed=False) - steady
+        request = -(-max_model_len // BLOCK_TOKENS) + steady
+        share = -(-request * once // (num_blocks - once)) if num_blocks > once else 0
+        return (steady + share) * self.page_size_bytes
+
+    def peak_blocks(self, num_tokens: int, is_resumed: bool) -> int:
+        """Most blocks that a prompt of ``num_tokens`` tokens holds; resumed after a prefix hit, or from its start."""
+        is_one_chunk = num_tokens <= self.max_chunk_tokens and not is_resumed
+        return self.geometry.peak_blocks(num_tokens, 1 if is_one_chunk else 1 + self.max_steps_in_flight)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
