@@ -29,6 +29,7 @@ from codec_samples import sample_codec, sample_keys, sample_values
 
 from vllm_novakv.ops import paged_decode as decode_op
 from vllm_novakv.ops import reference
+from vllm_novakv.ops.flash_prefill import PrefillWorkspace, flash_prefill, make_plan
 from vllm_novakv.ops.paged_decode import DecodeWorkspace, paged_decode
 from vllm_novakv.ops.prefill import prefill
 from vllm_novakv.ops.store import store
@@ -235,11 +236,37 @@ def measure_prefill(case: str, tables: KernelTables, copy: float) -> dict[str, A
     time_us = timed(lambda: prefill(query, key, value, history, *arguments, output=output), repeats=5)
     operations = 4 * HEADS * SIZE * (chunk * context + chunk * chunk / 2)
     result: dict[str, Any] = time_us | {"tflop_per_s": round(operations / time_us["us"] / 1e6, 1), "error": error}
-    if context == 0:
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        run = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-        baseline = timed(run, repeats=5)
-        result["bf16_sdpa"] = baseline | {"tflop_per_s": round(operations / baseline["us"] / 1e6, 1)}
+    result = {"triton": result}
+    try:
+        from vllm_novakv.backend.compat import flash_attention
+    except ImportError:
+        return result
+    attend = flash_attention(SIZE)
+    assert attend is not None, "vLLM has no FlashAttention on this GPU"
+    workspace = PrefillWorkspace.allocate(chunk, PROMPT_RECENT, HEADS, KV_HEADS, SIZE, query.dtype, DEVICE)
+    plan = make_plan([chunk], [length], PROMPT_RECENT, workspace.capacity, DEVICE)
+    paged = (band, table, band_table, starts, seq_lens)
+
+    def run_flash() -> None:
+        flash_prefill(
+            query, key, value, history, *paged, SIZE**-0.5, SINK, PROMPT_RECENT, None, output, plan, workspace, attend
+        )
+
+    output.fill_(torch.nan)
+    run_flash()
+    error = check(output[last], full[-64:])
+    time_us = timed(run_flash, in_graph=False, repeats=5)
+    result["flash"] = time_us | {"tflop_per_s": round(operations / time_us["us"] / 1e6, 1), "error": error}
+    dense_key, dense_value = (torch.randn(length, KV_HEADS, SIZE, device=DEVICE).to(query.dtype) for _ in range(2))
+    key_bounds = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+    baseline = timed(
+        lambda: attend(
+            query, dense_key, dense_value, starts, key_bounds, chunk, length, SIZE**-0.5, True, None, output
+        ),
+        in_graph=False,
+        repeats=5,
+    )
+    result["bf16_flash_attention"] = baseline | {"tflop_per_s": round(operations / baseline["us"] / 1e6, 1)}
     return result
 
 
