@@ -39,7 +39,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--window-tokens", type=int, default=2048, help="perplexity window in tokens")
     parser.add_argument("--num-windows", type=int, default=16, help="windows, spread evenly over the text")
     parser.add_argument("--sink-tokens", type=int, default=64, help="exact tokens at the start")
-    parser.add_argument("--recent-tokens", type=int, default=256, help="exact tokens at the end")
+    parser.add_argument("--recent-tokens", type=int, default=256, help="exact window of a generated token")
+    parser.add_argument("--prompt-recent-tokens", type=int, default=1024, help="exact window of a prompt token")
     parser.add_argument("--dtype", default="auto", help="model type, as for vllm serve")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per prefill chunk")
     parser.add_argument("--cache-gib", type=float, default=1.0, help="size of the KV cache in GiB")
@@ -62,7 +63,8 @@ def engine_settings(options: argparse.Namespace, cache: str) -> dict[str, Any]:
         "seed": 0,
     }
     if cache == CANDIDATE:
-        novakv: dict[str, Any] = {"sink_tokens": options.sink_tokens, "recent_tokens": options.recent_tokens}
+        names = ("sink_tokens", "recent_tokens", "prompt_recent_tokens")
+        novakv: dict[str, Any] = {name: getattr(options, name) for name in names}
         if options.artifact is not None:
             novakv["artifact"] = str(options.artifact.resolve())
         settings |= {"attention_backend": "NOVAKV", "additional_config": {"novakv": novakv}}
@@ -170,6 +172,7 @@ def main() -> None:
         "needle_lengths": options.lengths,
         "sink_tokens": options.sink_tokens,
         "recent_tokens": options.recent_tokens,
+        "prompt_recent_tokens": options.prompt_recent_tokens,
         "dtype": options.dtype,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "seed": options.seed,
