@@ -214,8 +214,9 @@ def read_records(cache, slots, layout):
     return unpack_records(blocks.gather(2, index), layout)
 
 
+@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=gpu)], ids=["triton", "cuda"])
 @pytest.mark.parametrize(("num_tokens", "heads", "size", "dtype", "fp8", "layout"), STORE)
-def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, fp8, layout):
+def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, fp8, layout, use_cuda):
     codec = sample_codec(heads, size, fp8=fp8, num_centroids=250 if HAS_GPU else 30).to(DEVICE)
     key = sample_keys(codec.to("cpu"), num_tokens).to(DEVICE, dtype)
     value = sample_values(codec.to("cpu"), num_tokens).to(DEVICE, dtype)
@@ -235,7 +236,7 @@ def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, fp8,
         for _ in range(2)
     ]
     reference.store(key, value, *caches[0], slots, band_slots, codec)
-    store_op.store(key, value, *caches[1], slots, band_slots, KernelTables.build(codec))
+    store_op.store(key, value, *caches[1], slots, band_slots, KernelTables.build(codec), use_cuda=use_cuda)
     assert torch.equal(caches[0][1].view(torch.uint8), caches[1][1].view(torch.uint8))
 
     is_stored = slots >= BLOCK_TOKENS

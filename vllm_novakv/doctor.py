@@ -196,7 +196,8 @@ def check_artifact(
         report.problem("artifact", str(error))
         return None
     calibration = artifact.manifest.calibration
-    report.say("fitted on", f"{calibration.num_tokens:,} tokens of {calibration.source}, seed {calibration.seed}")
+    fitted_on = f"{calibration.num_tokens:,} tokens of {calibration.source} in sequences of {calibration.seq_len:,}"
+    report.say("fitted on", f"{fitted_on}, seed {calibration.seed}")
     return artifact.manifest.group_size
 
 

@@ -200,11 +200,13 @@ class KernelOps:
     Args:
         tables: the layer's kernel tables.
         workspace: decode scratch, shared by all layers.
+        transformed_keys: scratch of the store, shared by all layers.
         flash: FlashAttention for prompts; where there is none, the Triton operation computes them alone.
     """
 
     tables: KernelTables
     workspace: DecodeWorkspace
+    transformed_keys: torch.Tensor
     flash: FlashPrefill | None
 
     def store(
@@ -219,7 +221,8 @@ class KernelOps:
         """See `OpSet`."""
         from vllm_novakv.ops.store import store
 
-        store(key, value, history_cache, band_cache, history_slots, band_slots, self.tables)
+        arguments = (key, value, history_cache, band_cache, history_slots, band_slots, self.tables)
+        store(*arguments, scratch=self.transformed_keys)
 
     def decode(
         self,
@@ -339,12 +342,13 @@ def select_ops(
 
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)
     flash = _flash_prefill(codec, dtype, num_heads, max_tokens, options, device)
-    ops = KernelOps(KernelTables.build(codec), workspace, flash)
+    transformed_keys = _shared_key_scratch(max_tokens, codec.num_kv_heads, codec.head_size, device)
+    ops = KernelOps(KernelTables.build(codec), workspace, transformed_keys, flash)
     key = (num_heads, codec.num_kv_heads, codec.head_size, codec.num_centroids, ops.tables.is_e5m2, dtype, device)
     windows = (options.sink_tokens, options.recent_tokens, options.prompt_recent_tokens)
     constants = (*windows, options.logits_soft_cap > 0, options.sinks is not None)
     if _first_time(*key, *constants):
-        _warm_up(ops, dtype, num_heads, options)
+        _warm_up(ops, dtype, num_heads, max_requests, options)
     return ops
 
 
@@ -385,6 +389,11 @@ def _shared_prefill_workspace(
 
 
 @lru_cache(maxsize=8)
+def _shared_key_scratch(max_tokens: int, num_kv_heads: int, head_size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(max_tokens, num_kv_heads, head_size, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=8)
 def _shared_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
 ) -> DecodeWorkspace:
@@ -405,14 +414,15 @@ def _seen(*variant: object) -> None:
     return None
 
 
-def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, options: AttentionOptions) -> None:
+def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, max_requests: int, options: AttentionOptions) -> None:
     """Compile every kernel variant on caches of two blocks, so that no request waits for a compiler."""
     codec = ops.tables.codec
     heads, size, device = codec.num_kv_heads, codec.head_size, codec.key_mean.device
     logger.info("NOVAKV: compiling the kernels for head size %d, %d:%d heads", size, num_heads, heads)
     history_cache = torch.zeros(2, heads, BLOCK_TOKENS, codec.layout.record_bytes, dtype=torch.uint8, device=device)
     band_cache = torch.zeros(2, heads, BAND_BLOCK_TOKENS, 2 * size, dtype=torch.bfloat16, device=device)
-    tokens = 1024
+    # the store has a variant for few tokens and one for many
+    tokens = min(1024, ops.transformed_keys.shape[0])
     # as the layers of a fused projection hand them over: rows longer than their part
     qkv = torch.zeros(tokens, num_heads + 2 * heads, size, dtype=dtype, device=device)
     query, key, value = qkv.split([num_heads, heads, heads], dim=1)
@@ -420,18 +430,21 @@ def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, options: Attent
     slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
     band_slots = slots.clone()
     slots[0], band_slots[0] = BLOCK_TOKENS, BAND_BLOCK_TOKENS
-    table = torch.ones(2, 16, dtype=torch.int32, device=device)
-    ones = torch.ones(2, dtype=torch.int32, device=device)
+    table = torch.ones(tokens, 16, dtype=torch.int32, device=device)
+    ones = torch.ones(tokens, dtype=torch.int32, device=device)
     starts = torch.arange(3, dtype=torch.int32, device=device)
     for count in (1, tokens):
         ops.store(key, value, history_cache, band_cache, slots[:count], band_slots[:count])
-    ops.decode(output[:1], query[:1], history_cache, band_cache, table[:1], table[:1], ones[:1], ones[:1], options)
+    for count in {1, min(max_requests, tokens)}:
+        tables = (table[:count], table[:count], ones[:count], ones[:count])
+        ops.decode(output[:count], query[:count], history_cache, band_cache, *tables, options)
     plan = None
     if ops.flash is not None:
         from vllm_novakv.ops.flash_prefill import make_plan
 
         # a near and a far pass of one key each
         plan = make_plan([1, 1], [2, 2], 1, ops.flash.workspace.capacity, device)
-    arguments = (history_cache, band_cache, table, table, starts, 2 * ones, 2 * ones, plan, options)
+    lengths = 2 * ones[:2]
+    arguments = (history_cache, band_cache, table[:2], table[:2], starts, lengths, lengths, plan, options)
     ops.prefill(output[:2], query[:2], key[:2], value[:2], *arguments)
     torch.cuda.synchronize(device)

@@ -142,4 +142,14 @@ def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
             f"the artifact in {directory} lacks attention layers {sorted(missing)}; {fit} again, or list them in "
             "skip_layers"
         )
+    if (fitted_len := artifact.manifest.calibration.seq_len) < model.max_model_len:
+        logger.warning(
+            "%s: the artifact was fitted on sequences of %d tokens, and --max-model-len is %d: answers from longer "
+            "contexts may be wrong. Fit it on longer ones (`novakv fit --model %s --seq-len %d`) or serve shorter ones",
+            BACKEND_NAME,
+            fitted_len,
+            model.max_model_len,
+            model.model,
+            model.max_model_len,
+        )
     return directory.resolve()

@@ -60,8 +60,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
         "--seq-len",
         type=int,
         metavar="T",
-        help="tokens per sequence, best as long as the served context (default: the model's limit, at most "
-        "8192, on a CPU 4096)",
+        help="tokens per sequence, as long as the context that will be served: keys at later positions are not "
+        "learned (default: the model's limit, at most 32768, on a CPU 4096)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="artifact directory (default: where the server finds it by itself)"

@@ -49,7 +49,7 @@ class FitSettings(BaseModel):
     prompt_columns: tuple[str, ...] | None = Field(default=None, description="Columns of a .csv or .jsonl file.")
     num_tokens: int | None = Field(default=None, ge=1, description="Tokens for the fit; None is all, up to 131,072.")
     seq_len: int | None = Field(
-        default=None, ge=2, description="Tokens per sequence; None is 8192 at most, 4096 on a CPU."
+        default=None, ge=2, description="Tokens per sequence; None is 32768 at most, 4096 on a CPU."
     )
     out: Path | None = Field(default=None, description="Artifact directory; None is where the server looks.")
     seed: int = Field(default=0, ge=0, description="Of k-means, of the samples drawn and of the order of options.")
@@ -167,7 +167,7 @@ def fit(settings: FitSettings) -> FitResult:
     record = CalibrationRecord(
         source=source.name,
         num_tokens=num_tokens,
-        seq_len=seq_len,
+        seq_len=max(len(sequence) for sequence in text.sequences),
         seed=settings.seed,
         vllm_version=facts.vllm_version,
         created="",

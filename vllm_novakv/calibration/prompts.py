@@ -16,7 +16,7 @@ from typing import Any
 
 DEFAULT_PROMPTS = Path(__file__).with_name("default_prompts.txt")
 DEFAULT_MAX_TOKENS = 131_072
-DEFAULT_SEQ_LEN = 8192
+DEFAULT_SEQ_LEN = 32_768
 DEFAULT_SEQ_LEN_CPU = 4096
 
 SAMPLES_PER_CENTROID = 16

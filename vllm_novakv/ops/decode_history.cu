@@ -75,14 +75,14 @@ __device__ __forceinline__ void load_indices(Indices& x, const u8* block, int to
 extern "C" __global__ void __launch_bounds__(128, D == 256 ? 2 : 3) decode_history(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
     const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int block_stride_16, int head_stride_16,
-    int block_table_stride, int band_table_stride, int scale_bits, int cap_bits) {
+    int block_table_stride, int band_table_stride, int num_parts, int scale_bits, int cap_bits) {
   extern __shared__ u32 book[];
   const int splits = gridDim.x, split = blockIdx.x, h = blockIdx.y, r = blockIdx.z;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int seq_len = seq_lens[r], window = seq_len <= prompt_lens[r] ? PROMPT_RECENT : RECENT;
   const int share = ((seq_len + splits - 1) / splits + 127) / 128 * 128;
   const int start = split * share, end = min(start + share, seq_len);
-  const long long pair = (long long)r * gridDim.y + h, part = pair * (splits + 1) + split;
+  const long long pair = (long long)r * gridDim.y + h, part = pair * num_parts + split;
   float* part_weights = weights + part * 2 * ROWS;
   if (start >= end) {
     if (thread < ROWS) { part_weights[thread] = MASKED; part_weights[ROWS + thread] = 0.0f; }

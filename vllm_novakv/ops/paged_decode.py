@@ -4,14 +4,15 @@
 
 Three launches, whose grids depend on shapes alone:
 
-1. fold and band, (request, KV head): q R_K^{-T} in fp16 relative to its largest element, q·k̄, and the exact keys.
+1. fold and band, (request, KV head, part): part 0 is q R_K^{-T} in fp16 relative to its largest element, and q·k̄; the
+   others are the exact keys, split further where the batch is too small to fill the GPU.
 2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
    logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
    CUDA kernel of ops/decode_history.py takes this launch's place.
 3. merge, (request, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
-Partial results are [request, KV head, split, query head, dim]; the band's share is the last split.
+Partial results are [request, KV head, part, query head, dim]: the history's splits, then the band's.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from vllm_novakv.ops.tiles import (
 )
 
 MAX_SPLITS = 64
+MAX_BAND_PARTS = 4
 PROGRAMS_PER_PROCESSOR = 16
 """History programs that shall exist per multiprocessor, so that the last wave is short."""
 
@@ -79,8 +81,8 @@ class DecodeWorkspace:
         """
         rows = query_rows(num_heads, num_kv_heads)
         pairs = max_requests * num_kv_heads
-        # num_splits(n) * n <= target + n, and one more for the band
-        parts = _target_programs(device) + 2 * pairs
+        # num_splits(n) * n <= target + n, and the band's
+        parts = _target_programs(device) + 2 * pairs + MAX_BAND_PARTS * _processors(device)
         return cls(
             folded=torch.empty(pairs * rows * head_size, dtype=torch.float16, device=device),
             row_scales=torch.empty(2 * pairs * rows, dtype=torch.float32, device=device),
@@ -99,9 +101,17 @@ def num_splits(num_requests: int, num_kv_heads: int, device: torch.device) -> in
     return max(1, min(MAX_SPLITS, triton.cdiv(_target_programs(device), num_requests * num_kv_heads)))
 
 
+def num_band_parts(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
+    """Parts of each request's band: more than one where the requests alone leave processors idle."""
+    return MAX_BAND_PARTS if num_requests * num_kv_heads <= _processors(device) else 1
+
+
 def _target_programs(device: torch.device) -> int:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return PROGRAMS_PER_PROCESSOR * processors
+    return PROGRAMS_PER_PROCESSOR * _processors(device)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit(
@@ -137,6 +147,7 @@ def _fold_band_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
+    BAND_PARTS: tl.constexpr,
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -153,59 +164,60 @@ def _fold_band_kernel(
     is_row = g < G
     query_rows_ptr = query_ptr + r * query_stride_t + (h * G + g)[:, None].to(tl.int64) * query_stride_h
 
-    # 1. q R_K^{-T} and q·k̄
-    folded = tl.zeros([ROWS, D], tl.float32)
-    offset = tl.zeros([ROWS], tl.float32)
-    for first in tl.static_range(0, D, K):
-        # [ROWS, K], [K, D]
-        q = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + h * D + first + k)
-        inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
-        folded = tl.dot(q, inverse, folded, input_precision="tf32x3")
-        offset += tl.sum(q * mean[None, :], 1)
-    largest = tl.max(tl.abs(folded), 1)
-    largest = tl.where(largest > 0.0, largest, 1.0)
-    # planes by element of the group: [4, ROWS, L]
-    place = (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
-    tl.store(folded_ptr + pair * ROWS * D + place, (folded / largest[:, None]).to(tl.float16))
-    tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest)
-    tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset)
-
-    # 2. exact keys: [sink | recent], places past the sequence or listed twice are masked
-    q = tl.load(query_rows_ptr + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
-    window = tl.where(seq_len <= tl.load(prompt_lens_ptr + r), PROMPT_RECENT, RECENT)
-    m = tl.full([ROWS], MASKED, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, D], tl.float32)
-    for first in range(0, SINK + window, N):
-        i = first + tl.arange(0, N)
-        is_sink = i < SINK
-        j = tl.where(is_sink, i, seq_len - window + i - SINK)
-        is_key = (j < seq_len) & (is_sink | (j >= SINK)) & (i < SINK + window)
-        block = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_key, other=0).to(tl.int64)
-        is_key &= block > 0
-        # [N, D]
-        token_ptr = band_ptr + block * band_stride_b + h * band_stride_h + (j % BAND_BLOCK) * band_stride_t
-        key = tl.load(token_ptr[:, None] + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
-        value = tl.load(token_ptr[:, None] + D + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
-        logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
-        if HAS_CAP:
-            logits = soft_cap(logits, cap)
-        logits = tl.where(is_key[None, :], logits * LOG2E, MASKED)
-        new_m = tl.maximum(m, tl.max(logits, 1))
-        weights = tl.where(is_key[None, :], tl.exp2(logits - new_m[:, None]), 0.0)
-        decay = tl.exp2(m - new_m)
-        total = total * decay + tl.sum(weights, 1)
-        output = tl.dot(weights, value, output * decay[:, None], input_precision=PRECISION)
-        m = new_m
-    part = (pair + 1) * num_parts - 1
-    tl.store(weights_ptr + part * 2 * ROWS + g, m)
-    tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, total)
-    tl.store(partial_ptr + part * ROWS * D + g[:, None] * D + d[None, :], output)
+    if tl.program_id(2) == 0:
+        # 1. q R_K^{-T} and q·k̄
+        folded = tl.zeros([ROWS, D], tl.float32)
+        offset = tl.zeros([ROWS], tl.float32)
+        for first in tl.static_range(0, D, K):
+            # [ROWS, K], [K, D]
+            q = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+            mean = tl.load(mean_ptr + h * D + first + k)
+            inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
+            folded = tl.dot(q, inverse, folded, input_precision="tf32x3")
+            offset += tl.sum(q * mean[None, :], 1)
+        largest = tl.max(tl.abs(folded), 1)
+        largest = tl.where(largest > 0.0, largest, 1.0)
+        # planes by element of the group: [4, ROWS, L]
+        place = (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
+        tl.store(folded_ptr + pair * ROWS * D + place, (folded / largest[:, None]).to(tl.float16))
+        tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest)
+        tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset)
+    else:
+        # 2. exact keys: [sink | recent], places past the sequence or listed twice are masked
+        q = tl.load(query_rows_ptr + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+        window = tl.where(seq_len <= tl.load(prompt_lens_ptr + r), PROMPT_RECENT, RECENT)
+        m = tl.full([ROWS], MASKED, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        output = tl.zeros([ROWS, D], tl.float32)
+        for first in range((tl.program_id(2) - 1) * N, SINK + window, BAND_PARTS * N):
+            i = first + tl.arange(0, N)
+            is_sink = i < SINK
+            j = tl.where(is_sink, i, seq_len - window + i - SINK)
+            is_key = (j < seq_len) & (is_sink | (j >= SINK)) & (i < SINK + window)
+            block = tl.load(band_table_ptr + r * band_table_stride + j // BAND_BLOCK, mask=is_key, other=0).to(tl.int64)
+            is_key &= block > 0
+            # [N, D]
+            token_ptr = band_ptr + block * band_stride_b + h * band_stride_h + (j % BAND_BLOCK) * band_stride_t
+            key = tl.load(token_ptr[:, None] + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
+            value = tl.load(token_ptr[:, None] + D + d[None, :], mask=is_key[:, None], other=0.0).to(tl.float32)
+            logits = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+            if HAS_CAP:
+                logits = soft_cap(logits, cap)
+            logits = tl.where(is_key[None, :], logits * LOG2E, MASKED)
+            new_m = tl.maximum(m, tl.max(logits, 1))
+            weights = tl.where(is_key[None, :], tl.exp2(logits - new_m[:, None]), 0.0)
+            decay = tl.exp2(m - new_m)
+            total = total * decay + tl.sum(weights, 1)
+            output = tl.dot(weights, value, output * decay[:, None], input_precision=PRECISION)
+            m = new_m
+        part = (pair + 1) * num_parts - BAND_PARTS + tl.program_id(2) - 1
+        tl.store(weights_ptr + part * 2 * ROWS + g, m)
+        tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, total)
+        tl.store(partial_ptr + part * ROWS * D + g[:, None] * D + d[None, :], output)
 
 
 @triton.jit(
-    do_not_specialize=["block_table_stride", "band_table_stride", "splits"],
+    do_not_specialize=["block_table_stride", "band_table_stride", "splits", "num_parts"],
     do_not_specialize_on_alignment=["block_table_ptr", "band_table_ptr", "seq_lens_ptr", "prompt_lens_ptr"],
 )
 def _history_kernel(
@@ -226,6 +238,7 @@ def _history_kernel(
     scale,
     cap,
     splits,
+    num_parts,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
     PROMPT_RECENT: tl.constexpr,
@@ -242,7 +255,7 @@ def _history_kernel(
     start = split * share
     end = tl.minimum(start + share, seq_len)
     pair = r * tl.num_programs(1) + h
-    part = pair * (splits + 1) + split
+    part = pair * num_parts + split
     g = tl.arange(0, ROWS)
     if start >= end:
         # an empty part: weight 0, and its output is never read
@@ -322,7 +335,7 @@ def _history_kernel(
         tl.store(output_ptr + 192, 4.0 * out3 - value_offset)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit(do_not_specialize=["splits", "num_parts"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     partial_ptr,
     weights_ptr,
@@ -333,12 +346,14 @@ def _merge_kernel(
     output_stride_t,
     output_stride_h,
     splits,
+    num_parts,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     G: tl.constexpr,
     G_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
+    BAND_PARTS: tl.constexpr,
 ):
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = r * tl.num_programs(1) + h
@@ -357,8 +372,8 @@ def _merge_kernel(
 
     # 1. weights of the parts: [G_PADDED, PARTS]
     part = tl.arange(0, PARTS)
-    part_ptr = weights_ptr + (pair * (splits + 1) + part)[None, :] * 2 * ROWS + g[:, None]
-    is_part = (part <= splits)[None, :]
+    part_ptr = weights_ptr + (pair * num_parts + part)[None, :] * 2 * ROWS + g[:, None]
+    is_part = (part < num_parts)[None, :]
     m = tl.load(part_ptr, mask=is_part, other=MASKED)
     total = tl.load(part_ptr + ROWS, mask=is_part, other=0.0)
     top = tl.max(tl.where(total > 0.0, m, MASKED), 1)
@@ -374,27 +389,29 @@ def _merge_kernel(
     history = tl.zeros([G_PADDED, D], tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
-        chunk_ptr = weights_ptr + (pair * (splits + 1) + chunk)[:, None] * 2 * ROWS + g[None, :]
+        chunk_ptr = weights_ptr + (pair * num_parts + chunk)[:, None] * 2 * ROWS + g[None, :]
         is_full = (chunk < splits)[:, None] & is_row[None, :]
         chunk_total = tl.load(chunk_ptr + ROWS, mask=is_full, other=0.0)
         is_full &= chunk_total > 0.0
         weight = tl.where(is_full, tl.exp2(tl.load(chunk_ptr, mask=is_full, other=MASKED) - top[None, :]), 0.0)
         # [CHUNK, G_PADDED, D]
-        values_ptr = partial_ptr + (pair * (splits + 1) + chunk)[:, None, None] * ROWS * D
+        values_ptr = partial_ptr + (pair * num_parts + chunk)[:, None, None] * ROWS * D
         values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_full[:, :, None], other=0.0)
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
-    band = pair * (splits + 1) + splits
-    band_m = tl.load(weights_ptr + band * 2 * ROWS + g)
-    band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g)
-    band_weight = tl.where(band_total > 0.0, tl.exp2(band_m - top), 0.0)
     for first in tl.static_range(0, D, COLUMNS):
         # R_V^T: [D, COLUMNS]
         rotation = tl.load(rotation_ptr + h * D * D + d[:, None] + (first + column)[None, :] * D)
         rotated = tl.dot(history, rotation, input_precision="tf32x3")
-        exact = tl.load(partial_ptr + band * ROWS * D + g[:, None] * D + (first + column)[None, :])
-        result = (rotated + exact * band_weight[:, None]) / denominator[:, None]
+        for i in tl.static_range(BAND_PARTS):
+            band = pair * num_parts + splits + i
+            band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g)
+            band_m = tl.load(weights_ptr + band * 2 * ROWS + g)
+            band_weight = tl.where(band_total > 0.0, tl.exp2(band_m - top), 0.0)
+            exact = tl.load(partial_ptr + band * ROWS * D + g[:, None] * D + (first + column)[None, :])
+            rotated += exact * band_weight[:, None]
+        result = rotated / denominator[:, None]
         tl.store(head_ptr + (first + column)[None, :], result.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
@@ -456,18 +473,20 @@ def paged_decode(
     rows = query_rows(num_heads, num_kv_heads)
     if splits is None:
         splits = num_splits(num_requests, num_kv_heads, query.device)
+    band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
+    num_parts = splits + band_parts
     if workspace is None:
         workspace = DecodeWorkspace.allocate(
-            max(num_requests, num_requests * (splits + 1) // 2 + 1), num_heads, num_kv_heads, head_size, query.device
+            max(num_requests, num_requests * num_parts // 2 + 1), num_heads, num_kv_heads, head_size, query.device
         )
-    parts = num_requests * num_kv_heads * (splits + 1)
+    parts = num_requests * num_kv_heads * num_parts
     if (
         workspace.partial_weights.numel() < 2 * parts * rows
-        or workspace.row_scales.numel() < 2 * parts // (splits + 1) * rows
+        or workspace.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
     ):
         raise ValueError(f"the workspace is too small for {num_requests} requests; allocate it for the largest batch")
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    _fold_band_kernel[(num_requests, num_kv_heads)](
+    _fold_band_kernel[(num_requests, num_kv_heads, 1 + band_parts)](
         query,
         tables.codec.key_mean,
         tables.codec.key_transform_inv_t,
@@ -483,7 +502,7 @@ def paged_decode(
         query.stride(1),
         *band_cache.stride()[:3],
         band_block_table.stride(0),
-        splits + 1,
+        num_parts,
         scale,
         logits_soft_cap,
         SINK=sink_tokens,
@@ -494,6 +513,7 @@ def paged_decode(
         ROWS=rows,
         D=head_size,
         BAND_BLOCK=band_cache.shape[2],
+        BAND_PARTS=band_parts,
         N=64 if head_size <= 128 else 32,
         PRECISION="tf32" if is_half else "ieee",
         num_warps=4,
@@ -515,6 +535,7 @@ def paged_decode(
             scale,
             logits_soft_cap,
             splits,
+            num_parts,
             sink_tokens,
             recent_tokens,
             prompt_recent_tokens,
@@ -539,6 +560,7 @@ def paged_decode(
             scale,
             logits_soft_cap,
             splits,
+            num_parts,
             SINK=sink_tokens,
             RECENT=recent_tokens,
             PROMPT_RECENT=prompt_recent_tokens,
@@ -561,12 +583,14 @@ def paged_decode(
         output.stride(0),
         output.stride(1),
         splits,
-        PARTS=triton.next_power_of_2(MAX_SPLITS + 1),
+        num_parts,
+        PARTS=triton.next_power_of_2(MAX_SPLITS + MAX_BAND_PARTS),
         HAS_SINKS=sinks is not None,
         G=group,
         G_PADDED=triton.next_power_of_2(group),
         ROWS=rows,
         D=head_size,
+        BAND_PARTS=band_parts,
         num_warps=8,
         num_stages=2,
     )

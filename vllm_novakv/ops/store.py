@@ -1,4 +1,4 @@
-"""Encode tokens and write them to both caches in one launch.
+"""Encode tokens and write them to both caches.
 
     key    r = (k − k̄) R_K;  x = r/ρ, ρ = ‖r‖/√d;  index = argmax x·c − ‖c‖²/2;  ρ ← ⟨r, ĉ⟩/⟨ĉ, ĉ⟩ in bf16
     value  w = v R_V;  s = 0.9957 · RMS(w) in bf16;  code = clamp(⌊w/s⌋ + 2, 0, 3)
@@ -8,6 +8,9 @@ Grid: (tile of tokens, KV head, 2); the first program of a pair encodes keys, th
 Transforms are tensor-core products of three tf32 terms, which keep f32's precision. R_K is read as four planes, plane i
 holding element i of every group, so that r is four [tokens, groups] matrices and the search over centroids is a loop
 of broadcasts without reductions. Bytes go where codec/layout.py puts them.
+
+Where the CUDA kernel of ops/store_search.py runs, this launch leaves r in scratch and that kernel does the rest of a
+key: everything from the scale on.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
+from vllm_novakv.ops import store_search
 from vllm_novakv.ops.checks import check_caches, require
 from vllm_novakv.ops.tables import KernelTables
 from vllm_novakv.ops.tiles import BLOCK
@@ -38,35 +42,21 @@ def _scale_bits(x):
 
 
 @triton.jit
-def _encode_keys(
-    row_ptr,
+def _search(
+    r0,
+    r1,
+    r2,
+    r3,
     is_stored,
     block_ptr,
     places,
-    mean_ptr,
-    planes_ptr,
     centroids_ptr,
     NUM: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
 ):
     L: tl.constexpr = D // 4
-    K: tl.constexpr = 32
-    k = tl.arange(0, K)
     group = tl.arange(0, L)
-    # 1. r = (k − k̄) R_K: element i of every group in r_i [M, L]
-    r0 = tl.zeros([M, L], tl.float32)
-    r1 = tl.zeros([M, L], tl.float32)
-    r2 = tl.zeros([M, L], tl.float32)
-    r3 = tl.zeros([M, L], tl.float32)
-    for first in tl.static_range(0, D, K):
-        x = tl.load(row_ptr[:, None] + (first + k)[None, :], mask=is_stored[:, None], other=0.0).to(tl.float32)
-        x -= tl.load(mean_ptr + first + k)[None, :]
-        plane_ptr = planes_ptr + (first + k)[:, None] * L + group[None, :]
-        r0 = tl.dot(x, tl.load(plane_ptr), r0, input_precision="tf32x3")
-        r1 = tl.dot(x, tl.load(plane_ptr + D * L), r1, input_precision="tf32x3")
-        r2 = tl.dot(x, tl.load(plane_ptr + 2 * D * L), r2, input_precision="tf32x3")
-        r3 = tl.dot(x, tl.load(plane_ptr + 3 * D * L), r3, input_precision="tf32x3")
     # 2. x = r/ρ
     norm = tl.sqrt_rn(tl.sum(r0 * r0 + r1 * r1 + r2 * r2 + r3 * r3, 1) / D)
     norm = tl.where(norm == 0.0, 1.0, norm)[:, None]
@@ -99,6 +89,48 @@ def _encode_keys(
     tl.store(index_ptr, nearest.to(tl.uint8), mask=is_stored[:, None])
     plane = (block_ptr + BLOCK * (L + D // 4)).to(tl.pointer_type(tl.int16))
     tl.store(plane + _scale_element(places), rho, mask=is_stored)
+
+
+@triton.jit
+def _encode_keys(
+    row_ptr,
+    is_stored,
+    block_ptr,
+    places,
+    mean_ptr,
+    planes_ptr,
+    centroids_ptr,
+    transformed_ptr,
+    NUM: tl.constexpr,
+    IS_SEARCHED: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    L: tl.constexpr = D // 4
+    K: tl.constexpr = 32
+    k = tl.arange(0, K)
+    group = tl.arange(0, L)
+    # 1. r = (k − k̄) R_K: element i of every group in r_i [M, L]
+    r0 = tl.zeros([M, L], tl.float32)
+    r1 = tl.zeros([M, L], tl.float32)
+    r2 = tl.zeros([M, L], tl.float32)
+    r3 = tl.zeros([M, L], tl.float32)
+    for first in tl.static_range(0, D, K):
+        x = tl.load(row_ptr[:, None] + (first + k)[None, :], mask=is_stored[:, None], other=0.0).to(tl.float32)
+        x -= tl.load(mean_ptr + first + k)[None, :]
+        plane_ptr = planes_ptr + (first + k)[:, None] * L + group[None, :]
+        r0 = tl.dot(x, tl.load(plane_ptr), r0, input_precision="tf32x3")
+        r1 = tl.dot(x, tl.load(plane_ptr + D * L), r1, input_precision="tf32x3")
+        r2 = tl.dot(x, tl.load(plane_ptr + 2 * D * L), r2, input_precision="tf32x3")
+        r3 = tl.dot(x, tl.load(plane_ptr + 3 * D * L), r3, input_precision="tf32x3")
+    if IS_SEARCHED:
+        _search(r0, r1, r2, r3, is_stored, block_ptr, places, centroids_ptr, NUM, M, D)
+    else:
+        out_ptr = transformed_ptr[:, None] + 4 * group[None, :]
+        tl.store(out_ptr, r0, mask=is_stored[:, None])
+        tl.store(out_ptr + 1, r1, mask=is_stored[:, None])
+        tl.store(out_ptr + 2, r2, mask=is_stored[:, None])
+        tl.store(out_ptr + 3, r3, mask=is_stored[:, None])
 
 
 @triton.jit
@@ -152,6 +184,7 @@ def _store_kernel(
     planes_ptr,
     centroids_ptr,
     rotation_ptr,
+    transformed_ptr,
     num_slots,
     key_stride_t,
     key_stride_h,
@@ -163,6 +196,7 @@ def _store_kernel(
     band_stride_h,
     band_stride_t,
     NUM: tl.constexpr,
+    IS_SEARCHED: tl.constexpr,
     STEP: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
     M: tl.constexpr,
@@ -189,7 +223,9 @@ def _store_kernel(
                 mean_ptr + h * D,
                 planes_ptr + h * D * D,
                 centroids_ptr + h * 256 * 5 * L,
+                transformed_ptr + (token * tl.num_programs(1) + h) * D,
                 NUM,
+                IS_SEARCHED,
                 M,
                 D,
             )
@@ -216,6 +252,8 @@ def store(
     history_slot_mapping: torch.Tensor,
     band_slot_mapping: torch.Tensor,
     tables: KernelTables,
+    scratch: torch.Tensor | None = None,
+    use_cuda: bool | None = None,
 ) -> None:
     """Write tokens to both caches: history record = Q((k − k̄) R_K), Q(v R_V); band = (k, v).
 
@@ -227,6 +265,9 @@ def store(
         history_slot_mapping, band_slot_mapping: ``[num_slots]`` int64, block * block size + offset; -1 is padding, and
             a slot in block 0 (vLLM's null block) means that this cache does not hold the token.
         tables: the layer's kernel tables.
+        scratch: f32 ``[at least num_slots, num_kv_heads, head_size]``, contiguous, for transformed keys; allocated here
+            if None.
+        use_cuda: whether the CUDA kernel does the search; where it runs, if None.
 
     Raises:
         ValueError: a shape, type, device or stride is not as above.
@@ -255,6 +296,20 @@ def store(
         )
     if num_slots == 0:
         return
+    if use_cuda is None:
+        use_cuda = store_search.is_supported(key.device)
+    if not use_cuda:
+        transformed = tables.centroids
+    elif scratch is None:
+        transformed = torch.empty(num_slots, heads, size, dtype=torch.float32, device=key.device)
+    else:
+        require(
+            scratch.dtype == torch.float32 and scratch.shape[0] >= num_slots and scratch.is_contiguous(),
+            "scratch",
+            scratch,
+            f"f32 [at least {num_slots}, {heads}, {size}], contiguous",
+        )
+        transformed = scratch[:num_slots]
     tile = 8 if num_slots <= 512 else 32
     _store_kernel[(triton.cdiv(num_slots, tile), heads, 2)](
         key,
@@ -267,6 +322,7 @@ def store(
         tables.key_transform_planes,
         tables.centroids,
         codec.value_transform,
+        transformed,
         num_slots,
         key.stride(0),
         key.stride(1),
@@ -276,6 +332,7 @@ def store(
         history_cache.stride(1),
         *band_cache.stride()[:3],
         NUM=codec.num_centroids,
+        IS_SEARCHED=not use_cuda,
         STEP=VALUE_STEP,
         BAND_BLOCK=band_cache.shape[2],
         M=tile,
@@ -283,3 +340,5 @@ def store(
         num_warps=4,
         num_stages=2,
     )
+    if use_cuda:
+        store_search.launch_search(transformed, history_cache, history_slot_mapping, tables)

@@ -26,6 +26,8 @@ class KernelTables:
         is_e5m2: whether the bytes are float8_e5m2; otherwise float8_e4m3fn.
         centroids: f32 [num_kv_heads, 256, 5, num_groups]: elements 0 to 3, then ‖c‖²/2 (infinite where there is no
             centroid), so that the search reads one row of groups at a time.
+        search_centroids: f32 [num_kv_heads, num_groups, 256, 4]; centroids that do not exist are zero.
+        search_half_norms: f32 [num_kv_heads, num_groups, 256]: ‖c‖²/2, infinite where there is no centroid.
         key_transform_planes: f32 [num_kv_heads, 4, head_size, num_groups], plane i holds columns i, i + 4, … of R_K.
     """
 
@@ -33,6 +35,8 @@ class KernelTables:
     centroid_words: torch.Tensor
     is_e5m2: bool
     centroids: torch.Tensor
+    search_centroids: torch.Tensor
+    search_half_norms: torch.Tensor
     key_transform_planes: torch.Tensor
 
     @classmethod
@@ -71,6 +75,8 @@ class KernelTables:
             is_e5m2=dtype is torch.float8_e5m2,
             # [H, L, 256, 5] -> [H, 256, 5, L]
             centroids=rows.permute(0, 2, 3, 1).contiguous(),
+            search_centroids=rows[..., :KERNEL_GROUP_SIZE].contiguous(),
+            search_half_norms=rows[..., KERNEL_GROUP_SIZE].contiguous(),
             key_transform_planes=planes.contiguous(),
         )
 

@@ -1,0 +1,72 @@
+"""The search for nearest centroids of the store in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
+
+Same result as the search in ops/store.py wherever the nearest centroid is unique beyond rounding, on compute capability
+8.0 and up: the scores come from tensor cores at two tf32 terms, which Triton's products cannot express for groups of
+four; see ops/store_search.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from vllm_novakv.ops.tables import KernelTables
+
+FEW_TOKENS = 512
+"""Up to here a block takes 16 tokens instead of 64, so that there are enough blocks."""
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS = 256
+
+
+def is_supported(device: torch.device) -> bool:
+    """Whether the kernel runs on a device."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and hasattr(torch.cuda, "_compile_kernel")
+    )
+
+
+def launch_search(
+    keys: torch.Tensor, history_cache: torch.Tensor, history_slot_mapping: torch.Tensor, tables: KernelTables
+) -> None:
+    """Write index bytes and scales of transformed keys.
+
+    Args:
+        keys: f32 ``[num_slots, num_kv_heads, head_size]``, contiguous, (k − k̄) R_K; rows that are not stored may hold
+            anything.
+        history_cache, history_slot_mapping, tables: as in `vllm_novakv.ops.store.store`.
+    """
+    num_slots, heads, size = keys.shape
+    tiles = 1 if num_slots <= FEW_TOKENS else 4
+    _compiled(size, tiles, keys.device)(
+        grid=(-(-num_slots // (16 * tiles)), heads, 1),
+        block=(_THREADS, 1, 1),
+        args=[
+            keys,
+            history_cache,
+            history_slot_mapping,
+            tables.search_centroids,
+            tables.search_half_norms,
+            num_slots,
+            # in 16 bytes, so that 32 bits suffice
+            history_cache.stride(0) // 16,
+            history_cache.stride(1) // 16,
+        ],
+    )
+
+
+def source(size: int, tiles: int) -> str:
+    """The kernel's source for one head size and 16 ``tiles`` tokens per block."""
+    return f"#define D {size}\n#define TILES {tiles}\n" + _SOURCE.read_text()
+
+
+@cache
+def _compiled(size: int, tiles: int, device: torch.device) -> Callable[..., None]:
+    with torch.cuda.device(device):
+        return torch.cuda._compile_kernel(source(size, tiles), "store_search")
