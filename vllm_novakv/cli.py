@@ -1,4 +1,4 @@
-"""The `novakv` command: fit, serve, inspect, doctor.
+"""The `novakv` command: fit, serve, inspect, doctor, prefix.
 
 `fit` and `serve` hand their arguments on untouched, so they accept exactly what calibration and `vllm serve` accept.
 """
@@ -20,6 +20,7 @@ DESCRIPTION = """Serve language models on vLLM with a 2-bit KV cache.
   novakv serve MODEL ...         the same as: vllm serve MODEL --attention-backend NOVAKV ...
   novakv inspect ARTIFACT        show what was fitted
   novakv doctor [MODEL]          check this machine and a model
+  novakv prefix analyze LOG      what a request log gains from prefix caching
 """
 
 
@@ -40,6 +41,22 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--additional-config", default="{}", help="the JSON that the server would get, for example its novakv settings"
     )
+
+    prefix = commands.add_parser("prefix", help="tools for prefix caching").add_subparsers(
+        dest="prefix_command", required=True, metavar="COMMAND"
+    )
+    analyze = prefix.add_parser(
+        "analyze", help="sharing, hit rates by policy and size, and prefixes to pin, from a log"
+    )
+    analyze.add_argument("log", type=Path, help="requests, one JSON object per line: OpenAI-style, or with hash_ids")
+    analyze.add_argument(
+        "--capacities", type=int, nargs="+", default=[], metavar="BLOCKS", help="cache sizes (default: from the log)"
+    )
+    analyze.add_argument(
+        "--block-tokens", type=int, default=128, help="tokens per block, for logs of texts (default: 128)"
+    )
+    analyze.add_argument("--characters-per-token", type=float, default=4.0, help="for logs of texts (default: 4)")
+    analyze.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -63,6 +80,24 @@ def serve(arguments: Sequence[str]) -> int:
     else:
         head, rest = [], list(arguments)
     run_vllm(["serve", *head, "--attention-backend", ATTENTION_BACKEND, *rest])
+    return 0
+
+
+def _analyze_log(options: argparse.Namespace) -> int:
+    from vllm_novakv.prefix.analyze import analyze_file, describe_analysis
+
+    def show(step: str) -> None:
+        print(step, file=sys.stderr, flush=True)
+
+    try:
+        analysis = analyze_file(
+            options.log, options.capacities, options.block_tokens, options.characters_per_token, progress=show
+        )
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{options.log} cannot be read: {error.strerror or error}") from error
+    print(json.dumps(analysis.as_json(), indent=2) if options.json else describe_analysis(analysis), flush=True)
     return 0
 
 
@@ -91,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(describe_artifact(load(options.artifact)), flush=True)
             return 0
+
+        if options.command == "prefix":
+            return _analyze_log(options)
 
         from vllm_novakv.config import NovaKVConfig
         from vllm_novakv.doctor import diagnose

@@ -52,7 +52,7 @@ def replay(
     policy: RetentionPolicy,
     capacity_blocks: int,
     cost: PrefillCost,
-    progress: Callable[[int], object] | None = None,
+    observe: Callable[[LoggedRequest, int], object] | None = None,
 ) -> ReplayResult:
     """Serve requests one after the other: the cached beginning of a prompt is a hit, the rest is computed and cached.
 
@@ -62,16 +62,16 @@ def replay(
 
     Args:
         requests: in order of arrival.
-        policy: a new one.
+        policy: a new one; it may hold pins, which must leave room for every prompt.
         capacity_blocks: blocks of the cache, at least 1.
         cost: for the figures only.
-        progress: called with the number of requests done.
+        observe: called after each request that was served, with the number of its blocks that were found.
 
     Returns:
         The counts; equal for equal arguments.
 
     Raises:
-        ValueError: capacity_blocks is not positive, or the policy has been used.
+        ValueError: capacity_blocks is not positive, or the policy has cached blocks.
     """
     if capacity_blocks < 1 or len(policy):
         raise ValueError(f"capacity_blocks={capacity_blocks} must be positive, and the policy new")
@@ -99,7 +99,7 @@ def replay(
         hit_tokens += min(hits * request.block_tokens, request.num_tokens)
         total_cost += sum(costs)
         saved_cost += sum(costs[:hits])
-        if progress is not None:
-            progress(number + 1)
+        if observe is not None:
+            observe(request, hits)
     served = len(requests) - num_skipped
     return ReplayResult(served, num_blocks, hit_blocks, num_tokens, hit_tokens, num_skipped, total_cost, saved_cost)

@@ -22,6 +22,8 @@ TRACE_BLOCK_TOKENS = 512
 MAX_REPORTED_PROBLEMS = 5
 MAX_LINE_BYTES = 1 << 26
 TEXT_CHARACTERS = 200
+MAX_SECONDS = 1e11
+"""A time above this (the year 5138) is meant in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def parse_log(lines: Iterable[bytes], block_tokens: int = 128, characters_per_to
             if "hash_ids" in entry:
                 request = _trace_request(entry, last_time if time_s is None else time_s / 1000.0)
             else:
-                arrival_s = last_time if time_s is None else time_s
+                arrival_s = last_time if time_s is None else time_s / (1000.0 if time_s > MAX_SECONDS else 1.0)
                 request = _text_request(entry, arrival_s, block_tokens, characters_per_token, log)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             log.reject(number, str(error) or type(error).__name__)
