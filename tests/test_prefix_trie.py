@@ -261,6 +261,29 @@ def test_bad_epsilon_is_refused(epsilon):
         Trie(10).prune(epsilon)
 
 
+def test_pruned_prefix_outlives_older_sequences():
+    trie = Trie(100)
+    log_half = math.log(0.5)
+    trie.insert([1], [2 * log_half], payload="old prefix")
+    trie.insert([2], [2 * log_half], payload="older than the cut sequence")
+    trie.insert([1, 5], [2 * log_half, 9 * log_half], payload="cut")
+    assert trie.prune(0.2) == ("cut",)
+    trie.max_bytes = trie.memory_bytes
+    assert trie.insert([7]).evicted_payloads[0] == "older than the cut sequence"
+
+
+def test_joining_edges_never_costs_memory():
+    trie = Trie(100)
+    head = [1] * 5_000
+    trie.insert([*head, 2, 3], [None] * 5_000 + [-1.0, -1.0])
+    trie.insert([*head, 4])
+    before = trie.memory_bytes
+    trie.evict([*head, 4])
+    assert trie.memory_bytes < before
+    assert trie.match([*head, 2, 3]).num_tokens == 5_002
+    assert trie.information_bits([*head, 2, 3]) - trie.information_bits(head) == pytest.approx(2 / math.log(2))
+
+
 def test_deep_chains_need_no_recursion():
     trie = Trie(3)
     for length in range(1, 1_200):
