@@ -363,6 +363,16 @@ def test_model_ranks_by_odds_and_by_age():
     assert young == pytest.approx(0.8 / 10, rel=0.3)
 
 
+def test_what_may_still_return_is_not_taken_for_lost():
+    """Everything returns after 100 s; that the younger half has not done so yet says nothing about its feature."""
+    model = ReturnModel(1, num_classes=2, history=512, refit_every=256)
+    for step in range(256):
+        model.add(np.array([float(step >= 150)]), float(step))
+        if step >= 100:
+            model.returned(step - 100, float(step))
+    assert model.classify(np.array([[0.0], [1.0]])).tolist() == [0, 0]
+
+
 def test_ages_are_bounded_and_cover_everything():
     assert AGE_EDGES_S[0] == 0.0
     assert np.all(np.diff(AGE_EDGES_S) > 0)

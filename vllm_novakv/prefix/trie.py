@@ -291,6 +291,7 @@ class Trie:
                         stack.append((child, float(end[-1])))
                     else:
                         self._cut(child, kept, dropped)
+            self._ends = OrderedDict(sorted(self._ends.items()))
         return tuple(dropped)
 
     def view(self) -> TrieView:
