@@ -1,6 +1,8 @@
 """The prefix index: which prompts share what, how probable a prefix is, and what is worth keeping.
 
-Reading order: estimator.py (probability of a continuation), node.py and trie.py (the index), snapshot.py (its file),
-clusters.py (groups of sequences); policy.py, retention.py and return_model.py (what to evict); traces.py, replay.py and
-analyze.py (what a log of requests would have gained). Only the standard library and numpy are needed.
+Reading order: estimator.py (probability of a continuation), node.py, trie_reader.py and trie.py (the index),
+snapshot.py (its file), clusters.py (groups of sequences); policy.py, retention.py and return_model.py (what to evict);
+traces.py, replay.py and analyze.py (what a log of requests would have gained).
+
+Only the standard library and numpy are needed.
 """

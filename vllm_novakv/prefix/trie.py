@@ -7,7 +7,6 @@ prefix, and where sequences part decides it alone.
 """
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -15,24 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_novakv.prefix.node import NODE_BYTES, Node, ancestry, path_bits, walk
-from vllm_novakv.prefix.results import Continuations, Insertion, Match
-from vllm_novakv.prefix.tokens import (
-    LOGPROB_BYTES,
-    TOKEN_BYTES,
-    TOKEN_DTYPE,
-    Tokens,
-    checked_logprobs,
-    common_tokens,
-    encode,
-)
-from vllm_novakv.prefix.view import TrieColumns, TrieView, build_nodes, build_view
+from vllm_novakv.prefix.node import NODE_BYTES, Node, ancestry, walk
+from vllm_novakv.prefix.results import Insertion
+from vllm_novakv.prefix.tokens import LOGPROB_BYTES, TOKEN_BYTES, Tokens, checked_logprobs
+from vllm_novakv.prefix.trie_reader import TrieReader
+from vllm_novakv.prefix.view import TrieColumns, build_nodes
 
 ROUNDING_BITS = 1e-9
 """Slack of the comparison with a threshold in bits, so that a sum's rounding does not decide."""
 
 
-class Trie:
+class Trie(TrieReader):
     """Stored sequences with a probability for every prefix; memory O(stored tokens), never above `max_bytes`.
 
     One lock guards every operation, so any number of threads may read beside a writer. Insert, match and evict take
@@ -54,14 +46,10 @@ class Trie:
     """
 
     def __init__(self, vocab_size: int, max_bytes: int = 1 << 28) -> None:
-        if not 2 <= vocab_size <= 1 << 32:
-            raise ValueError(f"vocab_size={vocab_size} must be 2 to {1 << 32}")
+        super().__init__(vocab_size)
         if max_bytes < 2 * NODE_BYTES:
             raise ValueError(f"max_bytes={max_bytes} does not hold one sequence; give at least {2 * NODE_BYTES}")
-        self.vocab_size = vocab_size
         self.max_bytes = max_bytes
-        self._lock = threading.RLock()
-        self._root = Node(b"", None, None)
         self._ends: OrderedDict[int, Node] = OrderedDict()  # by order of insertion
         self._next_order = 1
         self._num_nodes = 1
@@ -147,97 +135,6 @@ class Trie:
                 self._record(node, values[:position])
             return Insertion(num_new, tuple(evicted))
 
-    def match(self, tokens: Tokens) -> Match:
-        """Find the stored sequence with the most shared information: argmax_s −log2 P(query ∧ s).
-
-        Args:
-            tokens: int [n], the query.
-
-        Returns:
-            The match; zeros and None if no stored sequence begins like the query.
-
-        Raises:
-            ValueError: a token is out of range.
-
-        Source: arXiv:2604.15356, section 7.3, best-match lookup.
-        """
-        data = self._encode(tokens)
-        with self._lock:
-            node, child, common, position = walk(self._root, data)
-            below = node if child is None else child
-            bits = below.prefix_bits(common, self.vocab_size) if below is not node else 0.0
-            bits += path_bits(node, self.vocab_size)
-            ancestor = node
-            depth = position - common
-            while not ancestor.own_weight and ancestor.parent is not None:
-                depth -= ancestor.num_tokens
-                ancestor = ancestor.parent
-            while position and not below.own_weight and below.children:
-                below = next(iter(below.children.values()))
-            return Match(position, bits, below.payload, depth, ancestor.payload)
-
-    def information_bits(self, tokens: Tokens) -> float:
-        """Information −log2 P of a sequence, stored or not; after the stored part each token is one of the unseen.
-
-        Args:
-            tokens: int [n].
-
-        Returns:
-            Bits; infinite if the estimate leaves nothing to a token.
-        """
-        data = self._encode(tokens)
-        with self._lock:
-            node, child, common, position = walk(self._root, data)
-            bits = path_bits(node, self.vocab_size)
-            if child is not None:
-                bits += child.prefix_bits(common, self.vocab_size)
-                branch = child.interior_branch(common, self.vocab_size)
-            else:
-                branch = node.branch(self.vocab_size)
-        num_left = len(data) // TOKEN_BYTES - position
-        if not num_left:
-            return bits
-        unseen = branch.unseen_probability
-        return math.inf if unseen == 0.0 else bits - math.log2(unseen) + (num_left - 1) * math.log2(self.vocab_size)
-
-    def shared_information_bits(self, first: Tokens, second: Tokens) -> float:
-        """Information that two sequences share, d_T = −log2 P(first ∧ second), ∧ being the longest common prefix.
-
-        Args:
-            first: int [n].
-            second: int [m].
-
-        Returns:
-            Bits, 0 if the first tokens differ already.
-
-        Source: arXiv:2604.15356, definition 2, where it is called a metric although it grows with what is shared.
-        """
-        left, right = self._encode(first), self._encode(second)
-        common = common_tokens(left, right)
-        return self.information_bits(np.frombuffer(left, dtype=TOKEN_DTYPE, count=common))
-
-    def continuations(self, tokens: Tokens) -> Continuations:
-        """Probability of every next token after a prefix, stored or not.
-
-        Args:
-            tokens: int [n], the prefix; may be empty.
-        """
-        data = self._encode(tokens)
-        with self._lock:
-            node, child, common, position = walk(self._root, data)
-            if position < len(data) // TOKEN_BYTES:
-                return Continuations({}, 1.0 / self.vocab_size, self.vocab_size)
-            if child is not None:
-                branch = child.interior_branch(common, self.vocab_size)
-                token = int.from_bytes(child.tokens[common * TOKEN_BYTES : (common + 1) * TOKEN_BYTES], "little")
-                known = branch.known_mass if branch.num_known else None
-                seen = {token: branch.counted_probability(child.weight) if known is None else known}
-            else:
-                branch = node.branch(self.vocab_size)
-                children = node.children or {}
-                seen = {key: other.first_token_probability(self.vocab_size) for key, other in children.items()}
-            return Continuations(seen, branch.unseen_probability, branch.num_unseen)
-
     def evict(self, tokens: Tokens) -> Any:
         """Forget a stored sequence with all its insertions, and the ancestors that then lead nowhere.
 
@@ -294,11 +191,6 @@ class Trie:
             self._ends = OrderedDict(sorted(self._ends.items()))
         return tuple(dropped)
 
-    def view(self) -> TrieView:
-        """Copy the trie into columns, so that slow readers do not hold the lock: about 2 µs per node."""
-        with self._lock:
-            return build_view(self._root, self.vocab_size)
-
     @classmethod
     def from_columns(cls, columns: TrieColumns, vocab_size: int, max_bytes: int) -> "Trie":
         """Rebuild a trie from the columns of its view.
@@ -323,9 +215,6 @@ class Trie:
         trie._ends = OrderedDict(ends)
         trie._next_order = 1 + max(trie._ends, default=0)
         return trie
-
-    def _encode(self, tokens: Tokens) -> bytes:
-        return encode(tokens, self.vocab_size)
 
     def _add_weight(self, node: Node, amount: int) -> None:
         for ancestor in ancestry(node):
