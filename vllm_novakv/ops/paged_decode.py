@@ -43,11 +43,15 @@ from vllm_novakv.ops.tiles import (
     unpack_values,
 )
 
-MAX_SPLITS = 64
+MAX_SPLITS = 16
+_SPLIT_CHOICES = (1, 2, 3, 4, 6, 8, 12, MAX_SPLITS)
 MAX_BAND_PARTS = 4
-PROGRAMS_PER_PROCESSOR = 16
-"""History programs that shall exist per multiprocessor, so that the last wave is short."""
+_RESIDENT = 3
+"""History programs that run on a multiprocessor at the same time."""
+_SPLIT_COST = 0.003
+"""Time of one more split (its codebook, its share of the merge), in units of one program's time for a whole context."""
 
+_MERGE_COLUMNS, _MERGE_WARPS = 64, 4
 _MIN_QUERY_ROWS = 8
 _MAX_GROUP = 16
 
@@ -81,8 +85,10 @@ class DecodeWorkspace:
         """
         rows = query_rows(num_heads, num_kv_heads)
         pairs = max_requests * num_kv_heads
-        # num_splits(n) * n <= target + n, and the band's
-        parts = _target_programs(device) + 2 * pairs + MAX_BAND_PARTS * _processors(device)
+        counts = range(1, max_requests + 1)
+        parts = num_kv_heads * max(
+            n * (num_splits(n, num_kv_heads, device) + num_band_parts(n, num_kv_heads, device)) for n in counts
+        )
         return cls(
             folded=torch.empty(pairs * rows * head_size, dtype=torch.float16, device=device),
             row_scales=torch.empty(2 * pairs * rows, dtype=torch.float32, device=device),
@@ -97,17 +103,18 @@ def query_rows(num_heads: int, num_kv_heads: int) -> int:
 
 
 def num_splits(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
-    """Parts of each request's context: a function of the batch's shape alone, so that a CUDA graph can hold it."""
-    return max(1, min(MAX_SPLITS, triton.cdiv(_target_programs(device), num_requests * num_kv_heads)))
+    """Parts of each request's context: a function of the batch's shape alone, so that a CUDA graph can hold it.
+
+    The number whose programs take the least time: their waves, each as long as its share of the context, and the
+    splits' own cost.
+    """
+    pairs, slots = num_requests * num_kv_heads, _RESIDENT * _processors(device)
+    return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) / n + _SPLIT_COST * n)
 
 
 def num_band_parts(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
     """Parts of each request's band: more than one where the requests alone leave processors idle."""
     return MAX_BAND_PARTS if num_requests * num_kv_heads <= _processors(device) else 1
-
-
-def _target_programs(device: torch.device) -> int:
-    return PROGRAMS_PER_PROCESSOR * _processors(device)
 
 
 def _processors(device: torch.device) -> int:
@@ -170,11 +177,11 @@ def _fold_band_kernel(
         offset = tl.zeros([ROWS], tl.float32)
         for first in tl.static_range(0, D, K):
             # [ROWS, K], [K, D]
-            q = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+            elements = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
             mean = tl.load(mean_ptr + h * D + first + k)
             inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
-            folded = tl.dot(q, inverse, folded, input_precision="tf32x3")
-            offset += tl.sum(q * mean[None, :], 1)
+            folded = tl.dot(elements, inverse, folded, input_precision="tf32x3")
+            offset += tl.sum(elements * mean[None, :], 1)
         largest = tl.max(tl.abs(folded), 1)
         largest = tl.where(largest > 0.0, largest, 1.0)
         # planes by element of the group: [4, ROWS, L]
@@ -354,10 +361,10 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BAND_PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = r * tl.num_programs(1) + h
-    COLUMNS: tl.constexpr = 32
     CHUNK: tl.constexpr = 8192 // (G_PADDED * D)
     g = tl.arange(0, G_PADDED)
     d = tl.arange(0, D)
@@ -476,9 +483,7 @@ def paged_decode(
     band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
     num_parts = splits + band_parts
     if workspace is None:
-        workspace = DecodeWorkspace.allocate(
-            max(num_requests, num_requests * num_parts // 2 + 1), num_heads, num_kv_heads, head_size, query.device
-        )
+        workspace = DecodeWorkspace.allocate(num_requests * num_parts, num_heads, num_kv_heads, head_size, query.device)
     parts = num_requests * num_kv_heads * num_parts
     if (
         workspace.partial_weights.numel() < 2 * parts * rows
@@ -591,7 +596,8 @@ def paged_decode(
         ROWS=rows,
         D=head_size,
         BAND_PARTS=band_parts,
-        num_warps=8,
+        COLUMNS=_MERGE_COLUMNS,
+        num_warps=_MERGE_WARPS,
         num_stages=2,
     )
     return output

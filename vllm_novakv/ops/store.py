@@ -100,9 +100,7 @@ def _encode_keys(
     mean_ptr,
     planes_ptr,
     centroids_ptr,
-    transformed_ptr,
     NUM: tl.constexpr,
-    IS_SEARCHED: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -123,14 +121,22 @@ def _encode_keys(
         r1 = tl.dot(x, tl.load(plane_ptr + D * L), r1, input_precision="tf32x3")
         r2 = tl.dot(x, tl.load(plane_ptr + 2 * D * L), r2, input_precision="tf32x3")
         r3 = tl.dot(x, tl.load(plane_ptr + 3 * D * L), r3, input_precision="tf32x3")
-    if IS_SEARCHED:
-        _search(r0, r1, r2, r3, is_stored, block_ptr, places, centroids_ptr, NUM, M, D)
-    else:
-        out_ptr = transformed_ptr[:, None] + 4 * group[None, :]
-        tl.store(out_ptr, r0, mask=is_stored[:, None])
-        tl.store(out_ptr + 1, r1, mask=is_stored[:, None])
-        tl.store(out_ptr + 2, r2, mask=is_stored[:, None])
-        tl.store(out_ptr + 3, r3, mask=is_stored[:, None])
+    _search(r0, r1, r2, r3, is_stored, block_ptr, places, centroids_ptr, NUM, M, D)
+
+
+@triton.jit
+def _transform_keys(row_ptr, is_stored, mean_ptr, transform_ptr, out_ptr, M: tl.constexpr, D: tl.constexpr):
+    """r = (k − k̄) R_K into scratch, in f32."""
+    K: tl.constexpr = 32
+    k = tl.arange(0, K)
+    d = tl.arange(0, D)
+    r = tl.zeros([M, D], tl.float32)
+    for first in tl.static_range(0, D, K):
+        x = tl.load(row_ptr[:, None] + (first + k)[None, :], mask=is_stored[:, None], other=0.0).to(tl.float32)
+        x -= tl.load(mean_ptr + first + k)[None, :]
+        transform = tl.load(transform_ptr + (first + k)[:, None] * D + d[None, :])
+        r = tl.dot(x, transform, r, input_precision="tf32x3")
+    tl.store(out_ptr[:, None] + d[None, :], r, mask=is_stored[:, None])
 
 
 @triton.jit
@@ -181,7 +187,7 @@ def _store_kernel(
     slots_ptr,
     band_slots_ptr,
     mean_ptr,
-    planes_ptr,
+    transform_ptr,
     centroids_ptr,
     rotation_ptr,
     transformed_ptr,
@@ -214,21 +220,22 @@ def _store_kernel(
     has_any = tl.max(is_stored.to(tl.int32), 0) > 0
     if tl.program_id(2) == 0:
         if has_any:
-            L: tl.constexpr = D // 4
-            _encode_keys(
-                key_row_ptr,
-                is_stored,
-                block_ptr,
-                places,
-                mean_ptr + h * D,
-                planes_ptr + h * D * D,
-                centroids_ptr + h * 256 * 5 * L,
-                transformed_ptr + (token * tl.num_programs(1) + h) * D,
-                NUM,
-                IS_SEARCHED,
-                M,
-                D,
-            )
+            if IS_SEARCHED:
+                _encode_keys(
+                    key_row_ptr,
+                    is_stored,
+                    block_ptr,
+                    places,
+                    mean_ptr + h * D,
+                    transform_ptr + h * D * D,
+                    centroids_ptr + h * 256 * 5 * (D // 4),
+                    NUM,
+                    M,
+                    D,
+                )
+            else:
+                out_ptr = transformed_ptr + (token * tl.num_programs(1) + h) * D
+                _transform_keys(key_row_ptr, is_stored, mean_ptr + h * D, transform_ptr + h * D * D, out_ptr, M, D)
     else:
         if has_any:
             _encode_values(value_row_ptr, is_stored, block_ptr, places, rotation_ptr + h * D * D, STEP, M, D)
@@ -242,6 +249,13 @@ def _store_kernel(
         element = band_ptr.dtype.element_ty
         tl.store(place_ptr[:, None] + d[None, :], key.to(tl.float32).to(element), mask=is_held)
         tl.store(place_ptr[:, None] + D + d[None, :], value.to(tl.float32).to(element), mask=is_held)
+
+
+def _tile_and_warps(num_slots: int, use_cuda: bool) -> tuple[int, int]:
+    """Tokens of a tile, and its warps: measured on an H200."""
+    if num_slots <= store_search.FEW_TOKENS:
+        return (16, 4) if use_cuda else (8, 4)
+    return (64, 8) if use_cuda else (32, 4)
 
 
 def store(
@@ -310,7 +324,7 @@ def store(
             f"f32 [at least {num_slots}, {heads}, {size}], contiguous",
         )
         transformed = scratch[:num_slots]
-    tile = 8 if num_slots <= 512 else 32
+    tile, warps = _tile_and_warps(num_slots, use_cuda)
     _store_kernel[(triton.cdiv(num_slots, tile), heads, 2)](
         key,
         value,
@@ -319,7 +333,7 @@ def store(
         history_slot_mapping,
         band_slot_mapping,
         codec.key_mean,
-        tables.key_transform_planes,
+        codec.key_transform if use_cuda else tables.key_transform_planes,
         tables.centroids,
         codec.value_transform,
         transformed,
@@ -337,7 +351,7 @@ def store(
         BAND_BLOCK=band_cache.shape[2],
         M=tile,
         D=size,
-        num_warps=4,
+        num_warps=warps,
         num_stages=2,
     )
     if use_cuda:

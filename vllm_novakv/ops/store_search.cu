@@ -1,20 +1,19 @@
 // Nearest centroids and scales of transformed keys, for compute capability 8.0 and up: the second launch of ops/store.py.
 //
-// Grid (tile of 16 TILES tokens, KV head), 8 warps; a warp takes GROUPS / 8 neighbouring groups for all tokens of the
-// tile. The scores x·c − ‖c‖²/2 of 16 tokens against 8 centroids of a group are one tensor-core product m16n8k8: a key
+// Grid (tile of 16 TILES tokens, KV head); a warp takes GROUPS / WARPS neighbouring groups for all tokens of the tile. The
+// scores x·c − ‖c‖²/2 of 16 tokens against 8 centroids of a group are one tensor-core product m16n8k8: a key
 // has four elements per group, so k = 8 holds them twice, x = high + low in two tf32 terms, against the same centroid,
 // whose 8-bit float elements are exact in tf32. A score thus has nearly f32's precision. ‖c‖²/2 starts the accumulator.
 //
 // Lane = 4 row + quad: a lane holds element `quad` of tokens row and row + 8, and scores of centroids 2 quad, 2 quad + 1.
 //
-// Macros: D head size, TILES.
+// Macros: D head size, TILES, WARPS.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define GROUPS (D / 4)
-#define WARPS 8
 #define PER_WARP (GROUPS / WARPS)
 #define TOKENS (16 * TILES)
 #define BF16_MAX 3.3895313892515355e38f
@@ -75,7 +74,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
         index[k] = 0;
       }
     // 2. nearest centroid, the first of equals
+#if TILES == 1
+#pragma unroll 16
+#else
 #pragma unroll 4
+#endif
     for (int n = 0; n < 32; n++) {
       const u32 b = __float_as_uint(__ldg(group_centroids + 32 * n + lane));
       const float2 norms = __ldg(group_norms + 4 * n + quad);
@@ -121,7 +124,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
       if (slot >= 128) {
         u8* block = cache + ((slot / 128) * block_stride_16 + (long long)h * head_stride_16) * 16;
         u8* place_ptr = block + slot % 128 * GROUPS + warp * PER_WARP;
-#if PER_WARP == 2
+#if PER_WARP == 1
+        *place_ptr = (u8)packed[k];
+#elif PER_WARP == 2
         *(unsigned short*)place_ptr = (unsigned short)packed[k];
 #elif PER_WARP == 4
         *(u32*)place_ptr = (u32)packed[k];

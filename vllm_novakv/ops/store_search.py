@@ -16,10 +16,9 @@ import torch
 from vllm_novakv.ops.tables import KernelTables
 
 FEW_TOKENS = 512
-"""Up to here a block takes 16 tokens instead of 64, so that there are enough blocks."""
+"""Up to here a block takes 16 tokens instead of 64 and more warps."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_THREADS = 256
 
 
 def is_supported(device: torch.device) -> bool:
@@ -44,9 +43,10 @@ def launch_search(
     """
     num_slots, heads, size = keys.shape
     tiles = 1 if num_slots <= FEW_TOKENS else 4
+    warps = _num_warps(size, tiles)
     _compiled(size, tiles, keys.device)(
         grid=(-(-num_slots // (16 * tiles)), heads, 1),
-        block=(_THREADS, 1, 1),
+        block=(32 * warps, 1, 1),
         args=[
             keys,
             history_cache,
@@ -63,7 +63,13 @@ def launch_search(
 
 def source(size: int, tiles: int) -> str:
     """The kernel's source for one head size and 16 ``tiles`` tokens per block."""
-    return f"#define D {size}\n#define TILES {tiles}\n" + _SOURCE.read_text()
+    constants = {"D": size, "TILES": tiles, "WARPS": _num_warps(size, tiles)}
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+
+
+def _num_warps(size: int, tiles: int) -> int:
+    """Few tokens: a warp per group, as far as a block may have warps, because latency is all that counts."""
+    return min(32, size // 4) if tiles == 1 else 8
 
 
 @cache

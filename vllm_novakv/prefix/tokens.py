@@ -39,7 +39,8 @@ def encode(tokens: Tokens, vocab_size: int) -> bytes:
             values = np.frombuffer(array("I", tokens), dtype=np.uint32) if len(tokens) else np.empty(0, np.uint32)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"tokens must be integers from 0 to {vocab_size - 1}: {error}") from error
-    if values.size and not (values.min() >= 0 and values.max() < vocab_size):
+    is_negative = values.dtype.kind == "i" and bool(values.size) and values.min() < 0
+    if is_negative or (values.size and values.max() >= vocab_size):
         raise ValueError(
             f"tokens run from {values.min()} to {values.max()}; they must be below vocab_size={vocab_size}"
         )
