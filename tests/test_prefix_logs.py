@@ -1,12 +1,15 @@
 """Request logs: both formats, broken lines, the analysis of a log and the command that prints it."""
 
 import json
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from vllm_novakv import cli
 from vllm_novakv.prefix.analyze import advise_pins, analyze, analyze_file, default_capacities, describe_analysis
+from vllm_novakv.prefix.plot import BOTTOM
+from vllm_novakv.prefix.policy import policy_names
 from vllm_novakv.prefix.traces import LoggedRequest, parse_log, read_log
 
 
@@ -195,6 +198,25 @@ def test_command_prints_the_analysis(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert list(result["token_hit_rate"]) == ["9", "20"]
     assert result["sharing"] > 0.9
+
+
+def test_plot_shows_every_policy_at_its_height(tmp_path, capsys):
+    path, picture = tmp_path / "log.jsonl", tmp_path / "hits.svg"
+    path.write_bytes(b"\n".join(lines(trace(0, [1, 2]), trace(1, [3]), trace(2, [1, 2, 4]), trace(3, [3]))))
+    arguments = ["prefix", "analyze", str(path), "--capacities", "3", "4", "--plot"]
+    assert cli.main([*arguments, str(picture)]) == 0
+    root = ElementTree.parse(picture).getroot()
+    names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    curves = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert {*policy_names(), "optimum"} <= set(names)
+    assert len(curves) == len(policy_names()) + 1
+    first = [tuple(map(float, point.split(","))) for point in curves[0].get("points").split()]
+    rates = analyze_file(path, [3, 4]).token_hit_rate
+    heights = [BOTTOM - y for _, y in first]
+    assert heights[0] / heights[1] == pytest.approx(rates[3]["lru"] / rates[4]["lru"], rel=0.02)
+    assert first[0][0] < first[1][0]
+    assert cli.main([*arguments, str(tmp_path / "missing" / "hits.svg")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

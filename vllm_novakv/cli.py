@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     analyze.add_argument("--characters-per-token", type=float, default=4.0, help="for logs of texts (default: 4)")
     analyze.add_argument("--json", action="store_true", help="print JSON instead of text")
+    analyze.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the hit rates as a picture, too")
     return parser
 
 
@@ -97,6 +98,13 @@ def _analyze_log(options: argparse.Namespace) -> int:
         raise
     except OSError as error:
         raise ValueError(f"{options.log} cannot be read: {error.strerror or error}") from error
+    if options.plot is not None:
+        from vllm_novakv.prefix.plot import hit_rate_svg
+
+        try:
+            options.plot.write_text(hit_rate_svg(analysis), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{options.plot} cannot be written: {error.strerror or error}") from error
     print(json.dumps(analysis.as_json(), indent=2) if options.json else describe_analysis(analysis), flush=True)
     return 0
 

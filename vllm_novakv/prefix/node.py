@@ -134,7 +134,7 @@ class Node:
         assert parent is not None
         assert parent.children is not None
         if not parent.num_known and len(parent.children) < vocab_size:
-            # the common case of `Branch.counted_probability`, nothing known and something unseen, at a third of its time
+            # what `Branch` gives where nothing is known and something unseen, without building one
             return (self.weight - DISCOUNT) / parent.counted_weight
         branch = parent.branch(vocab_size)
         if self.probability is not None:

@@ -120,7 +120,7 @@ class TrieReader:
             return Continuations(seen, branch.unseen_probability, branch.num_unseen)
 
     def view(self) -> TrieView:
-        """Copy the trie into columns, so that slow readers do not hold the lock: about 2 µs per node."""
+        """Copy the trie into columns, so that slow readers hold the lock only while it is copied."""
         with self._lock:
             return build_view(self._root, self.vocab_size)
 
