@@ -1,7 +1,7 @@
 """Replay request traces against block caches: hit rates of the retention policies beside LRU and the optimum.
 
 Beside the policies, some variants show what the learning policy gains from what, and what limits it:
-- age-only: hazards by age alone, one class for all prompts;
+- age-only, 4 classes, 16 classes: other numbers of classes by odds of return than 8; one leaves only the age;
 - told-whether: the same policy, told for each prompt whether its blocks will ever be used again, but not when. It looks
   ahead, so it is no policy; what it misses, no forecast of who comes back can give.
 
@@ -69,7 +69,10 @@ def policies(requests: Sequence[LoggedRequest]) -> dict[str, Callable[[], Retent
     }
     makers["gdsf, cost by depth"] = lambda: make_policy("gdsf", cost)
     makers["expected-reuse, cost by depth"] = lambda: make_policy("expected-reuse", cost)
-    makers["age-only"] = lambda: ExpectedReusePolicy(model=ReturnModel(NUM_FEATURES, num_classes=1))
+    for name, num_classes in (("age-only", 1), ("4 classes", 4), ("16 classes", 16)):
+        makers[name] = lambda num_classes=num_classes: ExpectedReusePolicy(
+            model=ReturnModel(NUM_FEATURES, num_classes=num_classes)
+        )
     makers["told-whether (looks ahead)"] = lambda: ToldWhetherPolicy(requests)
     makers["optimum (looks ahead)"] = lambda: BeladyPolicy([request.keys for request in requests])
     return makers
