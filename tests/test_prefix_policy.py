@@ -317,6 +317,14 @@ def test_constant_hazard_is_its_own_index():
     np.testing.assert_allclose(gittins_index(hazard), 0.02, rtol=1e-9)
 
 
+def test_smoothing_averages_logarithms():
+    hazard = np.ones((1, 9))
+    hazard[0, 4] = 2.0**10
+    np.testing.assert_allclose(np.log2(smooth(hazard))[0], [0, 0, 1, 2, 4, 2, 1, 0, 0], atol=1e-12)
+    constant = np.full((2, 5), 0.3)
+    np.testing.assert_allclose(smooth(constant), constant)
+
+
 def test_logistic_fit_recovers_the_odds():
     source = np.random.default_rng(0)
     features = np.concatenate([np.ones((40_000, 1)), source.normal(size=(40_000, 2))], axis=1)

@@ -101,11 +101,14 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
         if self._prompt_lens is None:
             return None
         prompt_lens = self._prompt_lens[: common.num_reqs]
+        num_known = 0
+        # vLLM's own batches, for warm-up or capture, have no prompts; and padded rows may have no entry
         if common.rswa_prefix_lens is not None:
-            prompt_lens.copy_(common.rswa_prefix_lens[: common.num_reqs], non_blocking=True)
-        else:
-            # a batch of vLLM's own, for warm-up or capture: it has no prompts
-            prompt_lens.zero_()
+            known = common.rswa_prefix_lens[: common.num_reqs]
+            num_known = known.shape[0]
+            prompt_lens[:num_known].copy_(known, non_blocking=True)
+        if num_known < common.num_reqs:
+            prompt_lens[num_known:].zero_()
         return prompt_lens
 
     def _plan_prefill(self, common: CommonAttentionMetadata, num_decodes: int, num_prefills: int) -> PrefillPlan | None:

@@ -2,7 +2,8 @@
 
 1. a logistic regression gives each sample (the blocks that one request left behind) the odds of ever being used again;
 2. samples are split into classes of equal size by these odds;
-3. per class, the hazard of a return at each age is counted: returns / time spent at that age, unreturned samples too;
+3. per class, the hazard of a return at each age is counted: returns / time spent at that age, unreturned samples too,
+   and smoothed over neighbouring ages;
 4. an age's value is the best rate of returns per second that keeping from that age on can have (`gittins_index`).
 """
 
@@ -22,6 +23,7 @@ RIDGE = 30.0
 PRIOR_RETURNS = 1.0
 """Weight of the hazard over all classes in that of one class, in returns per bucket."""
 
+SMOOTHING = (0.1, 0.2, 0.4, 0.2, 0.1)
 NEWTON_STEPS = 6
 MIN_SAMPLES = 64
 
@@ -53,6 +55,25 @@ def gittins_index(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
         returns = np.cumsum(reached * (1.0 - survival[:, age:]), axis=1)
         index[:, age] = (returns / np.cumsum(reached * time_s[:, age:], axis=1)).max(axis=1)
     return index
+
+
+def smooth(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Geometric mean over neighbouring ages with the weights 0.1, 0.2, 0.4, 0.2, 0.1; the ends repeat themselves.
+
+    The Gittins index takes a maximum over ages, so it would take every accidental peak for a promise.
+
+    Args:
+        hazard: float64 [num_classes, num_buckets], above 0.
+
+    Returns:
+        float64 [num_classes, num_buckets].
+
+    Source: engineering choice.
+    """
+    reach = len(SMOOTHING) // 2
+    padded = np.pad(np.log(hazard), ((0, 0), (reach, reach)), mode="edge")
+    mean = sum(weight * padded[:, i : i + hazard.shape[1]] for i, weight in enumerate(SMOOTHING))
+    return np.asarray(np.exp(mean), dtype=np.float64)
 
 
 def fit_logistic(features: NDArray[np.float64], labels: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -118,7 +139,7 @@ class ReturnModel:
     Source: engineering choice; hazards by age and class as in EVA, Beckmann and Sanchez, HPCA 2017.
     """
 
-    def __init__(self, num_features: int, num_classes: int = 8, history: int = 4096, refit_every: int = 256) -> None:
+    def __init__(self, num_features: int, num_classes: int = 8, history: int = 4096, refit_every: int = 128) -> None:
         if min(num_features, num_classes, history, refit_every) < 1:
             raise ValueError(f"{num_features=}, {num_classes=}, {history=} and {refit_every=} must be positive")
         self._num_classes = num_classes
@@ -215,7 +236,7 @@ class ReturnModel:
     def _hazard(
         self, classes: NDArray[np.int64], duration: NDArray[np.float64], has_returned: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Returns per second by class and age: (returns + prior) / (time at that age + prior time)."""
+        """Returns per second by class and age: (returns + prior) / (time at that age + prior time), smoothed over ages."""
         num_buckets = len(AGE_WIDTHS_S)
         bucket = np.minimum(np.searchsorted(AGE_EDGES_S, duration, side="right") - 1, num_buckets - 1)
         # [num_samples, num_buckets] seconds that each sample spent at each age
@@ -225,5 +246,4 @@ class ReturnModel:
         exposure = np.zeros((self._num_classes, num_buckets))
         np.add.at(exposure, classes, time_s)
         overall = (returns.sum(axis=0) + 1e-2) / (exposure.sum(axis=0) + AGE_WIDTHS_S)
-        hazard: NDArray[np.float64] = (returns + PRIOR_RETURNS) / (exposure + PRIOR_RETURNS / overall)
-        return hazard
+        return smooth((returns + PRIOR_RETURNS) / (exposure + PRIOR_RETURNS / overall))
