@@ -5,7 +5,8 @@
 
 Speed depends on shapes, not on what the weights say, so the weights are random and the artifact is made of random
 transforms; accuracy is measured elsewhere. Each cache runs in a process of its own. The engine is stepped by
-hand: prefill is the time until every request has its first token, a decode step the median of the steps after that.
+hand: prefill is the time until every request has its first token, a decode step the median of the steps after that in
+which all requests decode.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
     parser.add_argument("--shapes", nargs="+", default=["16x30000"], help="requests x prompt tokens")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens generated per request")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps to time")
     parser.add_argument("--layers", type=int, default=36, help="layers of the model, fewer for a quick look")
     parser.add_argument("--chunk", type=int, default=16384, help="max_num_batched_tokens")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
@@ -121,36 +122,43 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             **options,
         )
         start_up = time.perf_counter() - started
-        run_batch(llm, 2, 600, 4)
+        run_batch(llm, 2, 600, 4, arguments.chunk)
         results: dict[str, Any] = {"start_up_s": round(start_up, 1)}
         for count, length in shapes:
-            results[f"{count}x{length}"] = run_batch(llm, count, length, arguments.tokens)
+            results[f"{count}x{length}"] = run_batch(llm, count, length, arguments.steps, arguments.chunk)
             print("PART " + json.dumps(results), flush=True)
         config = llm.llm_engine.vllm_config.cache_config
         return results | {"num_gpu_blocks": config.num_gpu_blocks, "block_size": config.block_size}
 
 
-def run_batch(llm: Any, count: int, length: int, new_tokens: int) -> dict[str, float]:
-    """Step the engine until every request of a batch has its tokens."""
+def run_batch(llm: Any, count: int, length: int, num_steps: int, chunk: int) -> dict[str, float]:
+    """Step the engine through the prompts of a batch, then through decode steps of all its requests."""
     import torch
     from vllm import SamplingParams
 
     engine, generator = llm.llm_engine, torch.Generator().manual_seed(0)
+    # the first request decodes while the others' prompts are computed, and no request may end before the last step
+    new_tokens = 2 * -(-count * length // chunk) + num_steps + 8
     parameters = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     for i in range(count):
         prompt = torch.randint(1000, 100000, (length,), generator=generator).tolist()
         engine.add_request(f"{count}x{length}-{new_tokens}-{i}", {"prompt_token_ids": prompt}, parameters)
     begin = time.perf_counter()
-    first_tokens, steps, lengths = 0.0, [], {}
-    while engine.has_unfinished_requests():
+    first_tokens, steps, started = 0.0, [], set()
+    while len(steps) < num_steps:
         step = time.perf_counter()
-        for output in engine.step():
-            lengths[output.request_id] = len(output.outputs[0].token_ids)
+        outputs = engine.step()
         now = time.perf_counter()
+        if any(output.finished for output in outputs):
+            raise RuntimeError("a request ended before all decode steps were timed")
+        started |= {output.request_id for output in outputs}
         if first_tokens:
             steps.append(now - step)
-        elif len(lengths) == count:
+        elif len(started) == count:
             first_tokens = now - begin
+    engine.abort_request(list(started))
+    while engine.has_unfinished_requests():
+        engine.step()
     quartiles = statistics.quantiles(steps, n=4)
     return {
         "decode_step_ms": round(statistics.median(steps) * 1e3, 3),

@@ -255,7 +255,7 @@ def _tile_and_warps(num_slots: int, use_cuda: bool) -> tuple[int, int]:
     """Tokens of a tile, and its warps: measured on an H200."""
     if num_slots <= store_search.FEW_TOKENS:
         return (16, 4) if use_cuda else (8, 4)
-    return (64, 8) if use_cuda else (32, 4)
+    return (32, 4)
 
 
 def store(

@@ -58,12 +58,12 @@ def gittins_index(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def smooth(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Geometric mean over neighbouring ages with the weights 0.1, 0.2, 0.4, 0.2, 0.1; the ends repeat themselves.
+    """Mean over neighbouring ages with the weights 0.1, 0.2, 0.4, 0.2, 0.1; the ends repeat themselves.
 
     The Gittins index takes a maximum over ages, so it would take every accidental peak for a promise.
 
     Args:
-        hazard: float64 [num_classes, num_buckets], above 0.
+        hazard: float64 [num_classes, num_buckets].
 
     Returns:
         float64 [num_classes, num_buckets].
@@ -71,9 +71,9 @@ def smooth(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
     Source: engineering choice.
     """
     reach = len(SMOOTHING) // 2
-    padded = np.pad(np.log(hazard), ((0, 0), (reach, reach)), mode="edge")
-    mean = sum(weight * padded[:, i : i + hazard.shape[1]] for i, weight in enumerate(SMOOTHING))
-    return np.asarray(np.exp(mean), dtype=np.float64)
+    padded = np.pad(hazard, ((0, 0), (reach, reach)), mode="edge")
+    parts = [weight * padded[:, i : i + hazard.shape[1]] for i, weight in enumerate(SMOOTHING)]
+    return np.asarray(np.sum(parts, axis=0), dtype=np.float64)
 
 
 def fit_logistic(features: NDArray[np.float64], labels: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -236,7 +236,7 @@ class ReturnModel:
     def _hazard(
         self, classes: NDArray[np.int64], duration: NDArray[np.float64], has_returned: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
-        """Returns per second by class and age: (returns + prior) / (time at that age + prior time), smoothed over ages."""
+        """Returns per second by class and age, smoothed: (returns + prior) / (time at that age + prior time)."""
         num_buckets = len(AGE_WIDTHS_S)
         bucket = np.minimum(np.searchsorted(AGE_EDGES_S, duration, side="right") - 1, num_buckets - 1)
         # [num_samples, num_buckets] seconds that each sample spent at each age
