@@ -402,6 +402,8 @@ class _OnlineSoftmax:
         rows: slice,
         offset: torch.Tensor | None,
     ) -> None:
+        if not is_visible.any():
+            return
         # [R, H, G, T, n]
         logits = torch.einsum("rhgtd,rhnd->rhgtn", query, keys)
         if offset is not None:

@@ -1,6 +1,7 @@
 """Learns from past requests how likely a prompt's blocks are to be used again, and how soon.
 
-1. a logistic regression gives each sample (the blocks that one request left behind) the odds of ever being used again;
+1. a logistic regression on features and their products gives each sample (the blocks that one request left behind) the
+   odds of ever being used again;
 2. samples are split into classes of equal size by these odds;
 3. per class, the hazard of a return at each age is counted: returns / time spent at that age, unreturned samples too,
    and smoothed over neighbouring ages;
@@ -17,7 +18,7 @@ AGE_EDGES_S = np.concatenate([[0.0], 0.5 * 2.0 ** (np.arange(35) / 2.0)])
 
 AGE_WIDTHS_S = np.diff(AGE_EDGES_S)
 
-RIDGE = 30.0
+RIDGE = 10.0
 """Weight of the penalty on standardized coefficients, in samples."""
 
 PRIOR_RETURNS = 1.0
@@ -139,7 +140,7 @@ class ReturnModel:
     Source: engineering choice; hazards by age and class as in EVA, Beckmann and Sanchez, HPCA 2017.
     """
 
-    def __init__(self, num_features: int, num_classes: int = 8, history: int = 4096, refit_every: int = 128) -> None:
+    def __init__(self, num_features: int, num_classes: int = 8, history: int = 2048, refit_every: int = 128) -> None:
         if min(num_features, num_classes, history, refit_every) < 1:
             raise ValueError(f"{num_features=}, {num_classes=}, {history=} and {refit_every=} must be positive")
         self._num_classes = num_classes
@@ -148,6 +149,7 @@ class ReturnModel:
         self._features = np.zeros((history, num_features))
         self._start_s = np.zeros(history)
         self._return_s = np.full(history, np.nan)
+        self._left, self._right = np.triu_indices(num_features)
         self._num_samples = 0
         self._mean: NDArray[np.float64] = np.zeros(num_features)
         self._scale: NDArray[np.float64] = np.ones(num_features)
@@ -210,7 +212,9 @@ class ReturnModel:
 
     def _design(self, features: NDArray[np.float64]) -> NDArray[np.float64]:
         scaled = (features - self._mean) / self._scale
-        return np.concatenate([np.ones((len(scaled), 1)), scaled], axis=1)
+        return np.concatenate(
+            [np.ones((len(scaled), 1)), scaled, scaled[:, self._left] * scaled[:, self._right]], axis=1
+        )
 
     def _fit(self, now_s: float) -> None:
         count = min(self._num_samples, self._history)
