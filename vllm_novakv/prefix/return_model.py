@@ -32,8 +32,8 @@ MIN_SAMPLES = 64
 def gittins_index(hazard: NDArray[np.float64]) -> NDArray[np.float64]:
     """Best attainable returns per second of keeping: G(a) = max_b (S(a) − S(b)) / ∫_a^b S(u) du over bucket ends b > a.
 
-    S is the probability of no return up to an age: S' = −hazard · S. Room in a cache is rented by the second; whoever
-    keeps what has the highest index earns most, whatever the rent.
+    S is the probability of no return up to an age: S' = −hazard · S. If room in a cache is rented by the second, it
+    pays to keep what has an index above the rent, and nothing else.
 
     Example: a hazard that is constant has that constant as its index at every age.
 
