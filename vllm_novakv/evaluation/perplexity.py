@@ -79,6 +79,71 @@ def measure_perplexity(prompt_logprobs: PromptLogprobs, windows: Sequence[Sequen
     Raises:
         ValueError: there are no windows, or the callable's answer does not fit them or is not a log-probability.
     """
+    answers = _checked_logprobs(prompt_logprobs, windows)
+    return PerplexityResult(
+        window_nll=tuple(-math.fsum(logprobs) for logprobs in answers),
+        window_tokens=tuple(len(window) - 1 for window in windows),
+    )
+
+
+@dataclass(frozen=True)
+class PositionBucket:
+    """Predicted tokens of a range of positions, over all windows.
+
+    Attributes:
+        first: first position of the range.
+        last: last position of the range; a window's first token, which nothing predicts, has position 0.
+        nll: summed negative log-likelihood (nats).
+        num_tokens: predicted tokens.
+    """
+
+    first: int
+    last: int
+    nll: float
+    num_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll / tokens)."""
+        return math.exp(self.nll / self.num_tokens)
+
+
+def measure_perplexity_by_position(
+    prompt_logprobs: PromptLogprobs, windows: Sequence[Sequence[int]], bucket_tokens: int
+) -> list[PositionBucket]:
+    """Perplexity of the tokens at positions [i·n, (i+1)·n), n = bucket_tokens, over all windows.
+
+    Position 0 is predicted by nothing, so the first bucket holds one token less per window.
+
+    Args:
+        prompt_logprobs: the model; it is called once with all windows.
+        windows: token ids, at least two per window.
+        bucket_tokens: positions per bucket, at least 1.
+
+    Returns:
+        Buckets in order of position; those without a token are left out.
+
+    Raises:
+        ValueError: see `measure_perplexity`, or bucket_tokens is less than 1.
+    """
+    if bucket_tokens < 1:
+        raise ValueError(f"bucket_tokens={bucket_tokens} must be at least 1")
+    losses: dict[int, list[float]] = {}
+    for logprobs in _checked_logprobs(prompt_logprobs, windows):
+        for position, logprob in enumerate(logprobs, start=1):
+            losses.setdefault(position // bucket_tokens, []).append(-logprob)
+    return [
+        PositionBucket(
+            first=max(1, bucket * bucket_tokens),
+            last=(bucket + 1) * bucket_tokens - 1,
+            nll=math.fsum(values),
+            num_tokens=len(values),
+        )
+        for bucket, values in sorted(losses.items())
+    ]
+
+
+def _checked_logprobs(prompt_logprobs: PromptLogprobs, windows: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
     if not windows:
         raise ValueError("no windows to measure; see split_windows")
     answers = prompt_logprobs(windows)
@@ -89,7 +154,4 @@ def measure_perplexity(prompt_logprobs: PromptLogprobs, windows: Sequence[Sequen
             raise ValueError(f"window {index} of {len(window)} tokens needs one value less, got {len(logprobs)}")
         if not all(math.isfinite(value) and value <= 1e-6 for value in logprobs):
             raise ValueError(f"window {index} has values that are not log-probabilities (finite and at most 0)")
-    return PerplexityResult(
-        window_nll=tuple(-math.fsum(logprobs) for logprobs in answers),
-        window_tokens=tuple(len(window) - 1 for window in windows),
-    )
+    return answers
