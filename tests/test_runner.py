@@ -83,6 +83,8 @@ def test_an_interrupted_run_asks_only_what_is_missing(tmp_path, torn):
 
     assert run(tmp_path / "run", answer, batch_size=2) == run(tmp_path / "other")
     assert (asked, asked_later) == (["a/0", "a/1"], ["b/0"])
+    # what the interruption left behind does not spoil the file
+    assert run(tmp_path / "run", answer, batch_size=2) == run(tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ class Prediction:
 
     Attributes:
         item_id: of the item.
+        task: of the item.
         sample: 0 .. num_samples - 1.
         answer: the model's text.
         score: 0..1, by the item's metric.
     """
 
     item_id: str
+    task: str
     sample: int
     answer: str
     score: float
@@ -120,7 +122,7 @@ def run_items(
         raise ValueError(f"{len(items)} items have only {len(by_id)} different ids; give each its own")
     _claim_directory(directory, {"config": dict(config), "num_samples": num_samples, "items_sha256": _digest(items)})
     path = directory / "predictions.jsonl"
-    done = {(prediction.item_id, prediction.sample): prediction for prediction in _read_predictions(path)}
+    done = {(prediction.item_id, prediction.sample): prediction for prediction in read_predictions(path)}
     with tqdm(total=len(items) * num_samples, initial=len(done), disable=not show_progress, unit="answer") as progress:
         for sample in range(num_samples):
             open_items = [item for item in items if (item.item_id, sample) not in done]
@@ -140,7 +142,7 @@ def _ask(answer: Answer, batch: Sequence[Item], sample: int) -> list[Prediction]
     if len(answers) != len(batch):
         raise ValueError(f"asked {len(batch)} questions, got {len(answers)} answers")
     return [
-        Prediction(item.item_id, sample, text, METRICS[item.metric](text, item.expected))
+        Prediction(item.item_id, item.task, sample, text, METRICS[item.metric](text, item.expected))
         for item, text in zip(batch, answers, strict=True)
     ]
 
@@ -185,7 +187,15 @@ def _digest(items: Iterable[Item]) -> str:
     return digest.hexdigest()
 
 
-def _read_predictions(path: Path) -> list[Prediction]:
+def read_predictions(path: Path) -> list[Prediction]:
+    """Answers of a predictions.jsonl; a last line that an interruption cut off is removed from the file.
+
+    Args:
+        path: the file; it may be missing.
+
+    Returns:
+        The answers in the order in which they came.
+    """
     if not path.exists():
         return []
     text = path.read_bytes()
