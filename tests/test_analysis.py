@@ -87,6 +87,8 @@ def test_top1_agreement_by_hand(monkeypatch):
     # with only keys 0 and 1 in sight nothing changed
     seen = torch.tensor([1, 1, 1, 0])
     assert top1_agreement(queries, keys, quantized, seen) == 1.0
+    # a query sees the key at its own position
+    assert top1_agreement(queries, keys, quantized, torch.tensor([2, 2, 2, 2])) == 0.25
     monkeypatch.setattr("vllm_novakv.evaluation.analysis.metrics._BLOCK_SCORES", 4)
     assert top1_agreement(queries, keys, quantized) == 0.25
     assert top1_agreement(queries, keys, quantized, seen) == 1.0

@@ -112,6 +112,13 @@ def test_oscar_basis_gives_every_coordinate_the_same_query_energy():
     torch.testing.assert_close(diagonal, mean.expand_as(diagonal), rtol=1e-5, atol=0)
 
 
+def test_oscar_columns_are_hadamard_s_in_bit_reversed_order():
+    # a diagonal moment leaves the axes where they are, up to their signs, which the first column (all ones) shows
+    rotation = oscar_rotation(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])).double().unsqueeze(0))[0]
+    expected = torch.tensor([[1, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2
+    torch.testing.assert_close(rotation * rotation[:, :1].sign(), expected)
+
+
 @pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)], ids="b{}".format)
 def test_turboquant_reaches_the_lloyd_max_distortion_whatever_the_norm_and_direction(bits, distortion):
     # one coordinate carries almost everything, norms span decades
