@@ -153,11 +153,13 @@ def normalize(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mean_entropy(codes: torch.Tensor) -> float:
-    entropies = []
-    for column in codes.T:
-        shares = column.unique(return_counts=True)[1].double() / column.shape[0]
-        entropies.append(float(-(shares * shares.log2()).sum()))
-    return math.fsum(entropies) / len(entropies)
+    """log₂ n − Σ c log₂ c / (n d) over the counts c of every symbol of every column of [n, d]."""
+    ordered = codes.mT.sort(dim=-1).values
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = is_first.flatten().nonzero().squeeze(-1)
+    counts = first.diff(append=first.new_tensor([codes.numel()])).double()
+    return math.log2(codes.shape[0]) - float((counts * counts.log2()).sum()) / codes.numel()
 
 
 def _mean_cross_entropy(codes: torch.Tensor, fitted: torch.Tensor) -> float:
