@@ -158,10 +158,10 @@ def test_doctor_approves_a_fitted_model(model_dir, capsys):
     assert cli.main(["doctor", str(model_dir)]) == 0
     out = capsys.readouterr().out
     # 2 layers x 2 heads x 36 bytes against 2 layers x 2 heads x 2 x 64 x 2 bytes
-    assert "144 (BF16: 1,024, 7.11 times as much)" in out
+    assert "144 of history (BF16: 1,024, 7.11 times as much)" in out
     assert "2.25 (BF16: 16)" in out
     # 64 first, 256 latest and the up to 128 after a history block begins: 28 blocks x 16 tokens x 1,024 bytes
-    assert "up to 28 blocks of 16, 0.44 MiB per decoding sequence" in out
+    assert "up to 28 blocks of 16, 0.49 MiB per decoding sequence" in out
     assert str(directory) in out
     assert "layers 0-1 of 2" in out
     assert out.rstrip().endswith("no problems found")
@@ -175,7 +175,7 @@ def test_doctor_follows_the_server_s_settings(model_dir, capsys):
     out = capsys.readouterr().out
     assert "layers 1 of 2" in out
     assert "up to 11 blocks of 16" in out
-    assert "72 (BF16: 512" in out
+    assert "72 of history (BF16: 512" in out
 
 
 @pytest.mark.parametrize("text", ['{"novakv": {"sinks": 1}}', "{"], ids=["unknown-key", "not-json"])

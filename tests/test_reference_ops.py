@@ -282,6 +282,15 @@ def test_prefill_does_not_depend_on_where_chunks_begin() -> None:
         assert torch.allclose(output, outputs[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_window_longer_than_the_sequence_costs_no_more_than_the_sequence() -> None:
+    batch = make_batch([60, 75], prompt_lens=[60, 75])
+    query = queries(2, 4, 64)
+    history = QuantizedHistory(batch.history_cache, batch.codec)
+    caches = (history, batch.band_cache, *batch.tables(), *batch.lengths(), 64**-0.5, SINK, RECENT)
+    # 2^20 positions would not be read within the test's time limit
+    assert torch.equal(paged_decode(query, *caches, 1 << 20), paged_decode(query, *caches, 75))
+
+
 def test_store_skips_padding_and_tokens_that_a_cache_does_not_hold() -> None:
     batch = make_batch([40])
     history, band = batch.history_cache.clone(), batch.band_cache.view(torch.uint8).clone()

@@ -5,12 +5,13 @@ vllm serve MODEL --attention-backend NOVAKV --additional-config '{"novakv": {"sk
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
 
 ADDITIONAL_CONFIG_KEY = "novakv"
 BAND_BLOCK_TOKENS = 16
@@ -36,22 +37,22 @@ class NovaKVConfig(BaseModel):
 
     artifact: Path | None = Field(
         default=None,
-        description="Folder that calib/fit.py wrote; default: found by the model's fingerprint in the user's cache.",
+        description="Folder that `novakv fit` wrote; default: found by the model's fingerprint in the user's cache.",
     )
-    sink_tokens: int = Field(
+    sink_tokens: StrictInt = Field(
         default=64, ge=0, le=4096, description="First tokens of a sequence kept in BF16; a multiple of 16."
     )
-    recent_tokens: int = Field(
+    recent_tokens: StrictInt = Field(
         default=256, ge=16, le=8192, description="Latest tokens of a sequence kept in BF16; a multiple of 16."
     )
-    prompt_recent_tokens: int = Field(
+    prompt_recent_tokens: StrictInt = Field(
         default=1024,
         ge=16,
         le=1 << 20,
         description="Latest tokens that a token of the prompt reads in BF16 while the prompt is computed; a multiple "
         "of 16, at least recent_tokens.",
     )
-    skip_layers: tuple[int, ...] = Field(
+    skip_layers: tuple[StrictInt, ...] = Field(
         default=(), description="Indices of attention layers that stay on vLLM's own backend, in the model's type."
     )
     history: HistoryFormat = Field(default=HistoryFormat.QUANTIZED, description="'exact' is for tests only.")
@@ -90,8 +91,10 @@ class NovaKVConfig(BaseModel):
             The validated settings; all defaults where none were given.
 
         Raises:
-            ValueError: with one line per wrong setting.
+            ValueError: a setting is wrong, or one that looks meant for this plugin stands elsewhere.
         """
+        if isinstance(additional_config, Mapping):
+            _refuse_misplaced(additional_config, cls.model_fields)
         raw = additional_config.get(ADDITIONAL_CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(raw, Mapping):
             raise ValueError(
@@ -107,3 +110,15 @@ class NovaKVConfig(BaseModel):
                 f'--additional-config: wrong setting under "{ADDITIONAL_CONFIG_KEY}": {"; ".join(lines)}. '
                 f"Known settings: {known}"
             ) from error
+
+
+def _refuse_misplaced(additional_config: Mapping[str, Any], settings: Container[str]) -> None:
+    """Refuse a misspelt key of the plugin, and settings beside it: vLLM hands both on without a word."""
+    for key in map(str, additional_config):
+        is_misspelt = key != ADDITIONAL_CONFIG_KEY and re.sub(r"[\W_]", "", key).lower() == ADDITIONAL_CONFIG_KEY
+        if is_misspelt or key in settings:
+            inner = "..." if is_misspelt else f'"{key}": ...'
+            raise ValueError(
+                f'--additional-config: "{key}" has no effect there; settings of this plugin stand under '
+                f'"{ADDITIONAL_CONFIG_KEY}": {{"{ADDITIONAL_CONFIG_KEY}": {{{inner}}}}}'
+            )

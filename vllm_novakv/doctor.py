@@ -152,7 +152,7 @@ def check_model(report: Report, hf_config: Mapping[str, Any], skip_layers: tuple
 def report_sizes(report: Report, support: ModelSupport, group_size: int, config: NovaKVConfig) -> None:
     """Report bytes per token against BF16, bits per element and the size of the exact band."""
     from vllm_novakv.backend.band_geometry import BandGeometry
-    from vllm_novakv.codec.layout import RecordLayout
+    from vllm_novakv.codec.layout import BLOCK_TOKENS, RecordLayout
 
     if support.head_size is None or support.num_kv_heads is None:
         return
@@ -161,10 +161,13 @@ def report_sizes(report: Report, support: ModelSupport, group_size: int, config:
     token_bytes = heads * layout.record_bytes
     exact_bytes = heads * 2 * support.head_size * BFLOAT16_BYTES
     report.say("bits/element", f"{layout.bits_per_element:.4g} (BF16: 16)")
-    report.say("bytes/token", f"{token_bytes:,} (BF16: {exact_bytes:,}, {exact_bytes / token_bytes:.2f} times as much)")
+    ratio = f"{exact_bytes / token_bytes:.2f} times as much"
+    report.say("bytes/token", f"{token_bytes:,} of history (BF16: {exact_bytes:,}, {ratio}), and the band per sequence")
     geometry = BandGeometry(config.sink_tokens, config.recent_tokens, config.prompt_recent_tokens)
     blocks = geometry.steady_blocks(LONG_SEQUENCE_TOKENS)
-    mebibytes = blocks * BAND_BLOCK_TOKENS * exact_bytes / 2**20
+    # a page of the band is as large as one of the history
+    page_bytes = max(BAND_BLOCK_TOKENS * exact_bytes, BLOCK_TOKENS * token_bytes)
+    mebibytes = blocks * page_bytes / 2**20
     report.say(
         "band",
         f"first {config.sink_tokens} and last {config.recent_tokens} tokens in BF16 ({config.prompt_recent_tokens} for "

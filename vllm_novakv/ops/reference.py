@@ -175,7 +175,8 @@ def paged_decode(
     # Exact keys of every request: [R, sink + window]; a position may be past the sequence or listed twice.
     device = query.device
     sink = torch.arange(sink_tokens, device=device).expand(num_requests, -1)
-    recent = positions - torch.arange(int(windows.max()) - 1, -1, -1, device=device)
+    num_recent = min(int(windows.max()), int(seq_lens.max()))
+    recent = positions - torch.arange(num_recent - 1, -1, -1, device=device)
     key_positions = torch.cat([sink, recent], 1)
     is_listed_once = torch.cat([sink >= 0, recent >= sink_tokens], 1)
     keys, values = band.read(key_positions)
