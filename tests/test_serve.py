@@ -22,9 +22,10 @@ def test_served_model_answers_a_chat_request(smollm2_dir, tmp_path):
         with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
             models = [model["id"] for model in json.load(reply)["data"]]
         answer = ask(url, smollm2_dir.name, "What is the capital of France? Answer with one word.")
+        # before the end: vLLM may log a traceback of its own when its processes are stopped
+        text = log.read_text()
     assert models == [smollm2_dir.name]
     assert "Paris" in answer
-    text = log.read_text()
     assert "NOVAKV cache:" in text
     assert "Traceback" not in text
 
