@@ -25,7 +25,7 @@ from vllm_novakv.backend.compat import (
     stock_backend_like,
 )
 from vllm_novakv.backend.layer_state import BAND_SUFFIX, BandLayer, cache_shape, load_artifact, local_codec
-from vllm_novakv.backend.metadata import NovaKVMetadata, NovaKVMetadataBuilder
+from vllm_novakv.backend.metadata import NovaKVMetadata, NovaKVMetadataBuilder, max_requests
 from vllm_novakv.backend.op_set import AttentionOptions, OpSet, select_ops
 from vllm_novakv.backend.specs import CacheShape, NovaHistorySpec
 from vllm_novakv.codec.layout import BLOCK_TOKENS, SUPPORTED_HEAD_SIZES
@@ -203,14 +203,13 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
             num_layers = len(set(load_artifact(self.config.artifact).layers) - set(self.config.skip_layers))
         shape = cache_shape(self.config, self.codec, self.head_size, act_dtype)
         band_dtype = act_dtype if is_exact else torch.bfloat16
-        capture_size = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.ops = select_ops(
             self.codec,
             band_dtype,
             torch.device(self.vllm_config.device_config.device),
             act_dtype,
             self.num_heads,
-            max(self.vllm_config.scheduler_config.max_num_seqs, capture_size),
+            max_requests(self.vllm_config),
             self.vllm_config.scheduler_config.max_num_batched_tokens,
             self.options,
         )

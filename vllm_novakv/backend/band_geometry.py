@@ -60,13 +60,11 @@ class BandGeometry:
         """
         is_prompt = num_prompt_tokens is None or num_tokens < num_prompt_tokens
         recent = self.prompt_recent_tokens if is_prompt else self.recent_tokens
-        boundary = max(0, num_tokens - 1) // BOUNDARY_TOKENS * BOUNDARY_TOKENS
-        return max(0, boundary - recent) // BAND_BLOCK_TOKENS
+        return self._tail(max(0, num_tokens - 1), recent).start
 
     def tail(self, num_tokens: int) -> range:
         """Blocks of the ``prompt_recent`` tokens before the last 128-token boundary that is at most ``num_tokens``."""
-        boundary = num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS
-        return range(max(0, boundary - self.prompt_recent_tokens) // BAND_BLOCK_TOKENS, boundary // BAND_BLOCK_TOKENS)
+        return self._tail(num_tokens, self.prompt_recent_tokens)
 
     def is_required(self, block: int, num_tokens: int) -> bool:
         """Whether an allocation up to ``num_tokens`` tokens must make block number ``block`` a real one.
@@ -85,8 +83,7 @@ class BandGeometry:
 
         It holds one more for a step or two in 128: a token after a boundary is stored before the window moves on.
         """
-        window = (self.recent_tokens + BOUNDARY_TOKENS) // BAND_BLOCK_TOKENS
-        return min(-(-num_tokens // BAND_BLOCK_TOKENS), self.num_sink_blocks + window)
+        return self._held_blocks(num_tokens, 1, self.recent_tokens)
 
     def peak_blocks(self, num_tokens: int, num_windows: int) -> int:
         """Most blocks that a request of up to ``num_tokens`` tokens holds while its prompt is computed.
@@ -95,5 +92,13 @@ class BandGeometry:
         more for each further step that is scheduled before the first has finished. A prompt that is one chunk has no
         window before it: ``num_windows`` is 1.
         """
-        window = (self.prompt_recent_tokens + BOUNDARY_TOKENS) // BAND_BLOCK_TOKENS
+        return self._held_blocks(num_tokens, num_windows, self.prompt_recent_tokens)
+
+    def _tail(self, num_tokens: int, recent: int) -> range:
+        boundary = num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS
+        return range(max(0, boundary - recent) // BAND_BLOCK_TOKENS, boundary // BAND_BLOCK_TOKENS)
+
+    def _held_blocks(self, num_tokens: int, num_windows: int, recent: int) -> int:
+        # a window spans `recent` tokens before a boundary and up to 128 after it
+        window = (recent + BOUNDARY_TOKENS) // BAND_BLOCK_TOKENS
         return min(-(-num_tokens // BAND_BLOCK_TOKENS), self.num_sink_blocks + num_windows * window)

@@ -50,6 +50,17 @@ class NovaKVMetadata:
     slot_mapping: torch.Tensor
 
 
+def max_requests(vllm_config: VllmConfig) -> int:
+    """Most rows of a decode batch, those that pad it to a captured size included."""
+    capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    return max(vllm_config.scheduler_config.max_num_seqs, capture_size)
+
+
+def _has_kernels(config: NovaKVConfig, device_type: str) -> bool:
+    """Whether the compiled operations run; a CUDA graph can hold them, as they never ask the device for lengths."""
+    return config.history is HistoryFormat.QUANTIZED and device_type == "cuda"
+
+
 class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
     """Builds `NovaKVMetadata`; one builder serves the history's group, another the band's."""
 
@@ -58,9 +69,9 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Decode batches may be captured where the kernels run; the reference operations ask the device for lengths."""
+        """Decode batches may be captured where the kernels run."""
         config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
-        is_compiled = config.history is HistoryFormat.QUANTIZED and vllm_config.device_config.device_type == "cuda"
+        is_compiled = _has_kernels(config, vllm_config.device_config.device_type)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_compiled else AttentionCGSupport.NEVER
 
     def __init__(
@@ -70,14 +81,12 @@ class NovaKVMetadataBuilder(AttentionMetadataBuilder[NovaKVMetadata]):
         config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
         self._window = config.prompt_recent_tokens
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._has_kernels = config.history is HistoryFormat.QUANTIZED and device.type == "cuda"
+        self._has_kernels = _has_kernels(config, device.type)
         self._dtype = vllm_config.model_config.dtype
         self._prompt_lens: torch.Tensor | None = None
         if isinstance(kv_cache_spec, NovaHistorySpec):
             # one buffer for good, because a CUDA graph reads it
-            capture_size = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-            max_requests = max(vllm_config.scheduler_config.max_num_seqs, capture_size)
-            self._prompt_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+            self._prompt_lens = torch.zeros(max_requests(vllm_config), dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
