@@ -17,7 +17,21 @@ from vllm_novakv.evaluation.baselines.scalar import (
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
-class RotatedInt2(CacheCodec):
+class _OneStorage(CacheCodec):
+    """A method that stores keys and values alike; `_storage` says how."""
+
+    _storage: Storage
+
+    @property
+    def key_storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def value_storage(self) -> Storage:
+        return self._storage
+
+
+class RotatedInt2(_OneStorage):
     """Two-bit codes with scale and zero point per token and head, in an orthogonal basis: x̂ = Q(x R) R^T.
 
     Args:
@@ -33,14 +47,6 @@ class RotatedInt2(CacheCodec):
         self._value_rotation = value_rotation
         self._percentile = percentile
         self._storage = Storage(2, 2 * SCALE_BITS, key_rotation.shape[-1])
-
-    @property
-    def key_storage(self) -> Storage:
-        return self._storage
-
-    @property
-    def value_storage(self) -> Storage:
-        return self._storage
 
     def quantize_keys(self, key: torch.Tensor) -> torch.Tensor:
         return self._quantize(key, self._key_rotation)
@@ -102,7 +108,7 @@ class Oscar(RotatedInt2):
         super().__init__(oscar_rotation(query_moment), oscar_rotation(output_moment), percentile)
 
 
-class TurboQuant(CacheCodec):
+class TurboQuant(_OneStorage):
     """Per-token norm and Lloyd-Max codes of a randomly rotated vector: x̂ = (‖x‖/√d) Q(√d x R/‖x‖) R^T.
 
     This is the variant for squared error; the one-bit residual that makes products unbiased is left out, and levels
@@ -122,14 +128,6 @@ class TurboQuant(CacheCodec):
         self._num_levels = 2**bits
         self._storage = Storage(bits, SCALE_BITS, head_size)
 
-    @property
-    def key_storage(self) -> Storage:
-        return self._storage
-
-    @property
-    def value_storage(self) -> Storage:
-        return self._storage
-
     def quantize_keys(self, key: torch.Tensor) -> torch.Tensor:
         return self._quantize(key)
 
@@ -144,7 +142,7 @@ class TurboQuant(CacheCodec):
         return rotate(quantize_gaussian(rotated, self._num_levels) * scale, rotation.mT).to(x.dtype)
 
 
-class Kivi(CacheCodec):
+class Kivi(_OneStorage):
     """Two-bit keys per channel over groups of tokens, two-bit values per token over groups of channels.
 
     Tokens are grouped in the order given, from the first; a last group that is not full has a scale of its own, so
@@ -162,14 +160,6 @@ class Kivi(CacheCodec):
         self._group_size = group_size
         self._storage = Storage(2, 2 * SCALE_BITS, group_size)
 
-    @property
-    def key_storage(self) -> Storage:
-        return self._storage
-
-    @property
-    def value_storage(self) -> Storage:
-        return self._storage
-
     def quantize_keys(self, key: torch.Tensor) -> torch.Tensor:
         groups = key.float().split(self._group_size) if key.shape[0] else (key.float(),)
         return torch.cat([quantize_min_max(group, dim=0) if group.shape[0] else group for group in groups]).to(
@@ -183,19 +173,13 @@ class Kivi(CacheCodec):
         return quantize_min_max(grouped).flatten(-2).to(value.dtype)
 
 
-class Fp8(CacheCodec):
+class Fp8(_OneStorage):
     """Eight-bit floats (e4m3) with scale 1; larger magnitudes saturate at 448."""
 
     name = "fp8-e4m3"
     paper: ClassVar[str] = "arXiv 2209.05433"
 
-    @property
-    def key_storage(self) -> Storage:
-        return Storage(8)
-
-    @property
-    def value_storage(self) -> Storage:
-        return Storage(8)
+    _storage = Storage(8)
 
     def quantize_keys(self, key: torch.Tensor) -> torch.Tensor:
         return _through_fp8(key)
