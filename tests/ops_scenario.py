@@ -1,7 +1,11 @@
 """Paged batches in poisoned memory, and plain dense attention over them: what the operations are tested against."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from codec_samples import generator, sample_codec, sample_keys, sample_values
 
@@ -10,6 +14,28 @@ from vllm_novakv.codec.quantizer import decode_keys, decode_values, encode_keys,
 from vllm_novakv.ops import reference
 
 BAND_BLOCK = 16
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+REAL = {"sink": 64, "recent": 256, "prompt_recent": 1024}
+GPU_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_GPU, reason="real sizes need a GPU; the tiny cases run in Triton's interpreter"),
+]
+
+
+@contextmanager
+def interpreted_without_gpu() -> Iterator[None]:
+    """Kernels imported here run in Triton's interpreter where there is no GPU.
+
+    Triton decides when a kernel is decorated (see conftest.py); other tests of this process must not see it.
+    """
+    if not HAS_GPU:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if not HAS_GPU:
+            del os.environ["TRITON_INTERPRET"]
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,28 @@
 """Prefill by way of a FlashAttention kernel: its plan by hand, its kernels against dense attention."""
 
 import doctest
-import os
 
 import pytest
 import torch
+from ops_scenario import (
+    DEVICE,
+    GPU_MARKS,
+    REAL,
+    Scenario,
+    build,
+    dense_attention,
+    interpreted_without_gpu,
+    on,
+    relative_error,
+)
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 pytest.importorskip("triton", reason="Triton is not installed")
-if not HAS_GPU:
-    # Triton decides when a kernel is decorated (see conftest.py); other tests of this process must not see it.
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
+with interpreted_without_gpu():
     from vllm_novakv.ops import flash_prefill as flash_op
     from vllm_novakv.ops import prefill as prefill_op
+    from vllm_novakv.ops.flash_prefill import Pass, Piece, plan_passes
     from vllm_novakv.ops.tables import KernelTables, PackedHistory
-finally:
-    if not HAS_GPU:
-        del os.environ["TRITON_INTERPRET"]
 
-from ops_scenario import Scenario, build, dense_attention, on, relative_error  # noqa: E402
-
-from vllm_novakv.ops.flash_prefill import Pass, Piece, plan_passes  # noqa: E402
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="real sizes need a GPU; the tiny cases run in Triton's interpreter"),
-]
-REAL = {"sink": 64, "recent": 256, "prompt_recent": 1024}
 SCENARIOS = {
     "fresh": Scenario((45,), (45,)),
     "fresh-longer-than-window": Scenario((170,), (170,), num_kv_heads=1),
@@ -76,11 +70,11 @@ def dense_flash(query, key, value, query_bounds, key_bounds, max_query, max_key,
     return log_sums
 
 
-@pytest.mark.parametrize("use_library", [False, pytest.param(True, marks=gpu)], ids=["pytorch", "library"])
+@pytest.mark.parametrize("use_library", [False, pytest.param(True, marks=GPU_MARKS)], ids=["pytorch", "library"])
 @pytest.mark.parametrize(
     "scenario",
     [pytest.param(s, id=name) for name, s in SCENARIOS.items()]
-    + [pytest.param(s, id=f"gpu-{name}", marks=gpu) for name, s in GPU_SCENARIOS.items()],
+    + [pytest.param(s, id=f"gpu-{name}", marks=GPU_MARKS) for name, s in GPU_SCENARIOS.items()],
 )
 @pytest.mark.parametrize("is_tight", [False, True], ids=["one-pass", "many-passes"])
 def test_flash_prefill_equals_dense_attention(scenario, is_tight, use_library):

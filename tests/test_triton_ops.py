@@ -1,46 +1,35 @@
 """The Triton operations against the reference and dense f64 attention: interpreted on the CPU, compiled on a GPU."""
 
-import os
-
 import pytest
 import torch
-
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-pytest.importorskip("triton", reason="Triton is not installed")
-if not HAS_GPU:
-    # Triton decides when a kernel is decorated (see conftest.py); other tests of this process must not see it.
-    os.environ["TRITON_INTERPRET"] = "1"
-try:
-    from vllm_novakv.ops import decode_history
-    from vllm_novakv.ops import paged_decode as decode_op
-    from vllm_novakv.ops import prefill as prefill_op
-    from vllm_novakv.ops import store as store_op
-    from vllm_novakv.ops.tables import KernelTables, PackedHistory
-finally:
-    if not HAS_GPU:
-        del os.environ["TRITON_INTERPRET"]
-
-from codec_samples import sample_codec, sample_keys, sample_values  # noqa: E402
-from ops_scenario import (  # noqa: E402
+from codec_samples import sample_codec, sample_keys, sample_values
+from ops_scenario import (
     BAND_BLOCK,
+    DEVICE,
+    GPU_MARKS,
+    HAS_GPU,
+    REAL,
     Scenario,
     block_tables,
     build,
     dense_attention,
+    interpreted_without_gpu,
     on,
     poisoned_pages,
     relative_error,
 )
 
-from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets  # noqa: E402
-from vllm_novakv.codec.quantizer import unpack_records  # noqa: E402
-from vllm_novakv.ops import reference  # noqa: E402
+from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
+from vllm_novakv.codec.quantizer import unpack_records
+from vllm_novakv.ops import reference
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_GPU, reason="real sizes need a GPU; the tiny cases run in Triton's interpreter"),
-]
+pytest.importorskip("triton", reason="Triton is not installed")
+with interpreted_without_gpu():
+    from vllm_novakv.ops import decode_history
+    from vllm_novakv.ops import paged_decode as decode_op
+    from vllm_novakv.ops import prefill as prefill_op
+    from vllm_novakv.ops import store as store_op
+    from vllm_novakv.ops.tables import KernelTables, PackedHistory
 
 # Error against f64 is at most twice that of the same computation in the model's type, plus this.
 FLOOR = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e-3}
@@ -74,7 +63,6 @@ PREFILL = {
     "one-token": Scenario((150, 30), (1, 5)),
     "past-the-prompt": Scenario((200, 180), (60, 30), (160, 140)),
 }
-REAL = {"sink": 64, "recent": 256, "prompt_recent": 1024}
 GPU_DECODE = {
     "hs128-gqa4": Scenario((1, 63, 320, 321, 5000, 33000), num_kv_heads=8, head_size=128, **REAL),
     "hs64-gqa3": Scenario((4097, 1, 900), num_kv_heads=3, group=3, head_size=64, **REAL),
@@ -101,7 +89,7 @@ GPU_PREFILL = {
 
 def cases(tiny, real):
     return [pytest.param(s, id=name) for name, s in tiny.items()] + [
-        pytest.param(s, id=f"gpu-{name}", marks=gpu) for name, s in real.items()
+        pytest.param(s, id=f"gpu-{name}", marks=GPU_MARKS) for name, s in real.items()
     ]
 
 
@@ -120,7 +108,7 @@ def assert_as_precise_as_pytorch(actual, batch):
     assert relative_error(actual, exact) <= 2 * type_error + FLOOR[batch.scenario.dtype]
 
 
-@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=gpu)], ids=["triton", "cuda"])
+@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])
 @pytest.mark.parametrize("scenario", cases(DECODE, GPU_DECODE))
 def test_decode_equals_dense_attention(scenario, use_cuda):
     if use_cuda and scenario.group > decode_history.MAX_ROWS:
@@ -201,9 +189,9 @@ STORE = [
     pytest.param(19, 2, 64, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="tok19-kv2-hs64"),
     pytest.param(9, 1, 128, torch.float16, "float8_e5m2", "BLHNC", id="tok9-kv1-hs128-fp16-e5m2"),
     pytest.param(7, 1, 256, torch.float32, "float8_e4m3fn", "LBHNC", id="tok7-kv1-hs256-fp32"),
-    pytest.param(5000, 8, 128, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok5000-kv8-hs128", marks=gpu),
-    pytest.param(2049, 3, 64, torch.float16, "float8_e5m2", "BLHNC", id="gpu-tok2049-kv3-hs64", marks=gpu),
-    pytest.param(700, 2, 256, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok700-kv2-hs256", marks=gpu),
+    pytest.param(5000, 8, 128, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok5000-kv8-hs128", marks=GPU_MARKS),
+    pytest.param(2049, 3, 64, torch.float16, "float8_e5m2", "BLHNC", id="gpu-tok2049-kv3-hs64", marks=GPU_MARKS),
+    pytest.param(700, 2, 256, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok700-kv2-hs256", marks=GPU_MARKS),
 ]
 
 
@@ -214,7 +202,7 @@ def read_records(cache, slots, layout):
     return unpack_records(blocks.gather(2, index), layout)
 
 
-@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=gpu)], ids=["triton", "cuda"])
+@pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])
 @pytest.mark.parametrize(("num_tokens", "heads", "size", "dtype", "fp8", "layout"), STORE)
 def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, fp8, layout, use_cuda):
     codec = sample_codec(heads, size, fp8=fp8, num_centroids=250 if HAS_GPU else 30).to(DEVICE)
