@@ -1,4 +1,4 @@
-"""Accuracy of the 2-bit cache against vLLM's own cache, both measured in this run on the same tokens.
+"""Accuracy of the 2-bit cache against vLLM's own caches, all measured in this run on the same tokens.
 
 Perplexity of a text in windows, and retrieval of needles hidden in it:
 
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm_novakv.evaluation.statistics import paired_perplexity_ratio
 
 HERE = Path(__file__).resolve().parent
 MAX_ANSWER_TOKENS = 24
-BASELINE, CANDIDATE = "stock", "novakv"
+BASELINE, CANDIDATE, FP8 = "stock", "novakv", "fp8"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,13 +46,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per prefill chunk")
     parser.add_argument("--cache-gib", type=float, default=1.0, help="size of the KV cache in GiB")
     parser.add_argument("--seed", type=int, default=0, help="of the needles")
+    parser.add_argument("--fp8", action="store_true", help="measure vLLM's FP8 cache too")
+    parser.add_argument("--jobs", type=int, default=1, help="engines that run side by side on one GPU")
+    parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
     parser.add_argument("--name", help="name of the record; default: accuracy-<model>")
     parser.add_argument("--records", type=Path, default=HERE / "records", help="folder for the record")
     return parser.parse_args()
 
 
 def engine_settings(options: argparse.Namespace, cache: str) -> dict[str, Any]:
-    """Arguments of the offline engine for one cache; both engines differ in the attention backend alone."""
+    """Arguments of the offline engine for one cache; the engines differ in the cache alone."""
     settings: dict[str, Any] = {
         "model": options.model,
         "dtype": options.dtype,
@@ -62,6 +66,10 @@ def engine_settings(options: argparse.Namespace, cache: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(options.cache_gib * 2**30),
         "seed": 0,
     }
+    if options.jobs > 1:
+        settings["gpu_memory_utilization"] = 0.8 / options.jobs
+    if cache == FP8:
+        settings["kv_cache_dtype"] = "fp8"
     if cache == CANDIDATE:
         names = ("sink_tokens", "recent_tokens", "prompt_recent_tokens")
         novakv: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -146,8 +154,11 @@ def main() -> None:
 
     perplexities: dict[str, PerplexityResult] = {}
     results: dict[str, Any] = {}
-    for cache in (BASELINE, CANDIDATE):
-        answer = run_engine(engine_settings(options, cache), windows, prompts)
+    caches = [BASELINE, CANDIDATE, *([FP8] if options.fp8 else [])]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        answers = pool.map(lambda cache: run_engine(engine_settings(options, cache), windows, prompts), caches)
+        answer_of = dict(zip(caches, answers, strict=True))
+    for cache, answer in answer_of.items():
         if (cache == CANDIDATE) != ("NOVAKV" in answer["backends"]):
             raise RuntimeError(f"the {cache} engine ran on {answer['backends']}; the comparison would be meaningless")
         perplexities[cache] = measure_perplexity(lambda _, answer=answer: answer["window_logprobs"], windows)
@@ -179,15 +190,15 @@ def main() -> None:
         "artifact": origin,
     }
     name = options.name or f"accuracy-{Path(options.model).name.lower()}"
-    path = write_record(options.records, name, settings, results)
+    path = write_record(options.records, name, settings, results, commit=options.commit)
 
     change = 100 * (ratio.estimate - 1)
     low, high = 100 * (ratio.low - 1), 100 * (ratio.high - 1)
-    print(f"perplexity  stock {baseline.perplexity:.3f}  novakv {candidate.perplexity:.3f}", end="")
-    print(f"  ({change:+.2f} %, 95 % interval {low:+.2f}..{high:+.2f} %)")
+    print("perplexity ", *(f" {cache} {perplexities[cache].perplexity:.3f}" for cache in caches), end="")
+    print(f"  ({CANDIDATE} {change:+.2f} %, 95 % interval {low:+.2f}..{high:+.2f} %)")
     for length in cases:
-        found = [results[cache]["needles"][str(length)]["found"] for cache in (BASELINE, CANDIDATE)]
-        print(f"needle {length:>6}  stock {found[0]}/{options.num_needles}  novakv {found[1]}/{options.num_needles}")
+        found = {cache: results[cache]["needles"][str(length)]["found"] for cache in caches}
+        print(f"needle {length:>6}", *(f" {cache} {count}/{options.num_needles}" for cache, count in found.items()))
     print(f"record      {path}")
 
 

@@ -1,18 +1,23 @@
 #!/usr/bin/env python3
-"""Decode step and prefill throughput inside vLLM on a GPU: NOVAKV beside BF16 and FP8, dummy weights of Qwen3-8B.
+"""Decode step, prefill throughput and pool inside vLLM on a GPU: NOVAKV beside BF16 and FP8, Qwen3-8B's shape.
 
-    python benchmarks/engine_gpu.py --shapes 16x30000 64x8192 1x32768 --out benchmarks/records
+    python benchmarks/engine_gpu.py --shapes 16x30000 64x8192 1x32768 --fill 30000 --profile 128x8192
 
 Speed depends on shapes, not on what the weights say, so the weights are random and the artifact is made of random
-transforms; accuracy is measured elsewhere. Each cache runs in a process of its own. The engine is stepped by
-hand: prefill is the time until every request has its first token, a decode step the median of the steps after that in
-which all requests decode.
+transforms; accuracy is measured elsewhere. Each cache runs in a process of its own. The engine is stepped by hand:
+prefill is the time until every request has its first token, a decode step the median of the steps after that in which
+all requests decode. A shape that a cache's pool cannot hold is skipped, and the record says so.
+
+--fill admits as many requests of a length as vLLM's reported pool holds, counts preemptions, and times the decode
+steps of that batch. --profile adds the GPU time of a decode step by kind of kernel. vLLM's JIT monitor watches from the
+end of start-up on, the first request included; what it reports is in the record.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -21,6 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from vllm_novakv.evaluation.record import write_record
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -43,21 +50,34 @@ QWEN3_8B: dict[str, Any] = {
     "eos_token_id": 151645,
 }
 CACHES: dict[str, dict[str, Any]] = {
+    "novakv": {"attention_backend": "NOVAKV"},
     "bf16": {"attention_backend": "FLASH_ATTN"},
     "fp8": {"attention_backend": "FLASH_ATTN", "kv_cache_dtype": "fp8"},
-    "novakv": {"attention_backend": "NOVAKV"},
 }
+MAX_REQUESTS = 256
+PROFILED_STEPS = 8
+KERNEL_KINDS = {
+    "store": ("_store_kernel", "store_search", "store_decode", "reshape_and_cache"),
+    "attention": ("_fold_band", "decode_history", "_history_kernel", "_merge_kernel", "flash"),
+    "gemm": ("gemm", "nvjet", "cutlass", "gemv", "splitk"),
+}
+"""Kinds of kernels by parts of their names, in the order in which they are tried; the rest is "other"."""
 
 
 def main() -> None:
     """Run the caches one after the other and write one record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
-    parser.add_argument("--shapes", nargs="+", default=["16x30000"], help="requests x prompt tokens")
+    parser.add_argument("--shapes", nargs="*", default=["16x30000"], help="requests x prompt tokens")
+    parser.add_argument("--fill", type=int, metavar="N", help="also as many requests of N tokens as the pool holds")
+    parser.add_argument("--profile", nargs="*", default=[], metavar="SHAPE", help="further shapes: time by kernel kind")
     parser.add_argument("--steps", type=int, default=32, help="decode steps to time")
     parser.add_argument("--layers", type=int, default=36, help="layers of the model, fewer for a quick look")
     parser.add_argument("--chunk", type=int, default=16384, help="max_num_batched_tokens")
     parser.add_argument("--memory", type=float, default=0.85, help="gpu_memory_utilization")
+    parser.add_argument(
+        "--partial", type=Path, help="results so far, kept between calls: caches in it are not run again"
+    )
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -66,12 +86,20 @@ def main() -> None:
         print("RESULT " + json.dumps(measure(arguments)), flush=True)
         return
     results = {}
+    if arguments.partial and arguments.partial.exists():
+        results = json.loads(arguments.partial.read_text())
     for cache in arguments.caches:
-        command = [sys.executable, __file__, *sys.argv[1:], "--run", cache]
-        results[cache] = run_process(command)
-        print(cache, results[cache], flush=True)
+        if cache in results:
+            continue
+        measured = run_process([sys.executable, __file__, *sys.argv[1:], "--run", cache])
+        print(cache, json.dumps(measured), flush=True)
+        results[cache] = measured
+        if arguments.partial and "error" not in measured:
+            arguments.partial.write_text(json.dumps(results))
     if arguments.out:
-        write_record(arguments, results)
+        names = ("shapes", "fill", "profile", "steps", "layers", "chunk", "memory")
+        settings = {"model": QWEN3_8B} | {name: getattr(arguments, name) for name in names}
+        print(write_record(arguments.out, "engine-h200", settings, results, commit=arguments.commit))
 
 
 def run_process(command: list[str]) -> dict[str, Any]:
@@ -84,16 +112,33 @@ def run_process(command: list[str]) -> dict[str, Any]:
             kind, _, text = line.partition(" ")
             if kind in ("PART", "RESULT"):
                 result = json.loads(text)
-                print(text, end="", flush=True)
             last = line.strip() or last
     return result if process.returncode == 0 else result | {"error": last}
 
 
+class Messages(logging.Handler):
+    """Keeps what a logger says."""
+
+    def __init__(self, logger_name: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger(logger_name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record's text."""
+        self.texts.append(record.getMessage())
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start one engine, fill the batch, time decode steps."""
+    """Start one engine, fill the batches, time decode steps."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
+    compilations = Messages("vllm.utils.jit_monitor")
+    shapes = [parse_shape(shape) for shape in arguments.shapes]
+    profiled = [parse_shape(shape) for shape in arguments.profile]
+    batch_sizes = {count for count, _ in shapes + profiled} | set(range(16, MAX_REQUESTS + 1, 16))
+    lengths = [length for _, length in shapes + profiled] + ([arguments.fill] if arguments.fill else [])
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         model.mkdir()
@@ -106,43 +151,81 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             artifact = Path(name) / "artifact"
             write_random_artifact(model, artifact, arguments.layers)
             options["additional_config"] = {"novakv": {"artifact": str(artifact)}}
-        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes]
         started = time.perf_counter()
         llm = LLM(
             model=str(model),
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=max(length for _, length in shapes) + 1024,
+            max_model_len=max(lengths) + 1024,
             max_num_batched_tokens=arguments.chunk,
-            max_num_seqs=max(count for count, _ in shapes),
+            max_num_seqs=MAX_REQUESTS,
             gpu_memory_utilization=arguments.memory,
             enable_prefix_caching=False,
             disable_log_stats=True,
-            compilation_config={"cudagraph_capture_sizes": sorted({count for count, _ in shapes})},
+            jit_monitor_verbose=True,
+            compilation_config={"cudagraph_capture_sizes": sorted(batch_sizes)},
             **options,
         )
-        start_up = time.perf_counter() - started
+        cache = llm.llm_engine.vllm_config.cache_config
+        pool = cache.kv_cache_size_tokens
+        results: dict[str, Any] = {
+            "start_up_s": round(time.perf_counter() - started, 1),
+            "pool_tokens": pool,
+            "num_gpu_blocks": cache.num_gpu_blocks,
+        }
+        # the first requests: short prompts, then decode steps of a padded batch
         run_batch(llm, 2, 600, 4, arguments.chunk)
-        results: dict[str, Any] = {"start_up_s": round(start_up, 1)}
-        for count, length in shapes:
-            results[f"{count}x{length}"] = run_batch(llm, count, length, arguments.steps, arguments.chunk)
+        results["jit_compilations_first_requests"] = list(compilations.texts)
+        for count, length in shapes + profiled:
+            is_profiled = (count, length) in profiled
+            name = f"{count}x{length}"
+            if count * (length + new_tokens(count, length, arguments)) > pool:
+                results[name] = {"skipped": "the pool does not hold it"}
+                continue
+            results[name] = run_batch(llm, count, length, arguments.steps, arguments.chunk, is_profiled)
             print("PART " + json.dumps(results), flush=True)
-        config = llm.llm_engine.vllm_config.cache_config
-        return results | {"num_gpu_blocks": config.num_gpu_blocks, "block_size": config.block_size}
+        if arguments.fill:
+            count = fitting_requests(pool, arguments)
+            batch = run_batch(llm, count, arguments.fill, arguments.steps, arguments.chunk)
+            batch["tokens_per_s"] = round(count / batch["decode_step_ms"] * 1e3, 1)
+            results[f"fill {arguments.fill}"] = {"requests": count} | batch
+        return results | {"jit_compilations": compilations.texts}
 
 
-def run_batch(llm: Any, count: int, length: int, num_steps: int, chunk: int) -> dict[str, float]:
+def parse_shape(text: str) -> tuple[int, int]:
+    """Requests and prompt tokens of "16x30000"."""
+    count, length = map(int, text.split("x"))
+    return count, length
+
+
+def new_tokens(count: int, length: int, arguments: argparse.Namespace) -> int:
+    """Tokens that a request may generate: the first decodes while the others' prompts are computed, and no request may
+    end before the last step."""
+    return 2 * -(-count * length // arguments.chunk) + arguments.steps + PROFILED_STEPS + 16
+
+
+def fitting_requests(pool: int, arguments: argparse.Namespace) -> int:
+    """Most requests of the filling length that the reported pool holds to their end."""
+    count = pool // arguments.fill
+    while count > 1 and count * (arguments.fill + new_tokens(count, arguments.fill, arguments)) > pool:
+        count -= 1
+    return min(count, MAX_REQUESTS)
+
+
+def run_batch(
+    llm: Any, count: int, length: int, num_steps: int, chunk: int, is_profiled: bool = False
+) -> dict[str, Any]:
     """Step the engine through the prompts of a batch, then through decode steps of all its requests."""
     import torch
     from vllm import SamplingParams
 
     engine, generator = llm.llm_engine, torch.Generator().manual_seed(0)
-    # the first request decodes while the others' prompts are computed, and no request may end before the last step
-    new_tokens = 2 * -(-count * length // chunk) + num_steps + 8
-    parameters = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    scheduler = engine.engine_core.engine_core.scheduler
+    max_tokens = 2 * -(-count * length // chunk) + num_steps + PROFILED_STEPS + 16
+    parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     for i in range(count):
         prompt = torch.randint(1000, 100000, (length,), generator=generator).tolist()
-        engine.add_request(f"{count}x{length}-{new_tokens}-{i}", {"prompt_token_ids": prompt}, parameters)
+        engine.add_request(f"{count}x{length}-{num_steps}-{i}", {"prompt_token_ids": prompt}, parameters)
     begin = time.perf_counter()
     first_tokens, steps, started = 0.0, [], set()
     while len(steps) < num_steps:
@@ -156,16 +239,39 @@ def run_batch(llm: Any, count: int, length: int, num_steps: int, chunk: int) -> 
             steps.append(now - step)
         elif len(started) == count:
             first_tokens = now - begin
+    kinds = profile_steps(engine) if is_profiled else None
+    preemptions = sum(request.num_preemptions for request in scheduler.requests.values())
     engine.abort_request(list(started))
     while engine.has_unfinished_requests():
         engine.step()
     quartiles = statistics.quantiles(steps, n=4)
-    return {
+    result: dict[str, Any] = {
         "decode_step_ms": round(statistics.median(steps) * 1e3, 3),
         "decode_step_q1_ms": round(quartiles[0] * 1e3, 3),
         "decode_step_q3_ms": round(quartiles[2] * 1e3, 3),
         "prefill_tokens_per_s": round(count * length / first_tokens, 1),
+        "preemptions": preemptions,
     }
+    return result if kinds is None else result | {"gpu_ms_by_kind": kinds}
+
+
+def profile_steps(engine: Any) -> dict[str, float]:
+    """GPU milliseconds of a decode step by kind of kernel."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    totals: dict[str, float] = {}
+    for event in profiler.key_averages():
+        name = event.key.lower()
+        kind = next((kind for kind, parts in KERNEL_KINDS.items() if any(part in name for part in parts)), "other")
+        totals[kind] = totals.get(kind, 0.0) + event.device_time_total / PROFILED_STEPS / 1e3
+        if kind != "gemm":
+            key = f"kernel {event.key[:60]}"
+            totals[key] = totals.get(key, 0.0) + event.device_time_total / PROFILED_STEPS / 1e3
+    return {kind: round(total, 4) for kind, total in totals.items()}
 
 
 def write_random_artifact(model: Path, directory: Path, num_layers: int) -> None:
@@ -181,7 +287,12 @@ def write_random_artifact(model: Path, directory: Path, num_layers: int) -> None
     basis = torch.linalg.qr(torch.randn(heads, size, size, generator=source, dtype=torch.float64)).Q.float()
     centroids = torch.randn(heads, size // 4, 256, 4, generator=source).to(torch.float8_e4m3fn).float()
     record = artifact.CalibrationRecord(
-        source="none: random", num_tokens=1, seq_len=1, seed=0, vllm_version="0", created="1970-01-01T00:00:00+00:00"
+        source="none: random",
+        num_tokens=1,
+        seq_len=QWEN3_8B["max_position_embeddings"],
+        seed=0,
+        vllm_version="0",
+        created="1970-01-01T00:00:00+00:00",
     )
     figures = [
         artifact.LayerFigures(
@@ -200,30 +311,6 @@ def write_random_artifact(model: Path, directory: Path, num_layers: int) -> None
         figures=figures,
     )
     artifact.save(fitted, directory)
-
-
-def write_record(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """One JSON file per run; earlier ones stay."""
-    import torch
-    import triton
-
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    record = {
-        "benchmark": "engine_gpu",
-        "time": stamp,
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
-        "commit": arguments.commit or head,
-        "command": " ".join(["python", *sys.argv]),
-        "shape": {k: QWEN3_8B[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim")}
-        | {"layers": arguments.layers, "shapes": arguments.shapes, "chunk": arguments.chunk},
-        "results": results,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"engine_gpu-{stamp}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(path)
 
 
 if __name__ == "__main__":

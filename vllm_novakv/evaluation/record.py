@@ -75,15 +75,19 @@ def _gpus() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
-def describe_environment() -> dict[str, Any]:
-    """Versions, processor, GPUs and commit of this run, as JSON values."""
+def describe_environment(commit: str | None = None) -> dict[str, Any]:
+    """Versions, processor, GPUs and commit of this run, as JSON values.
+
+    Args:
+        commit: of the source tree, where it is no git checkout; None asks git.
+    """
     versions = {"python": platform.python_version()}
     for distribution in RECORDED_DISTRIBUTIONS:
         try:
             versions[distribution] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"versions": versions, "cpu": _processor(), "gpus": _gpus(), "commit": describe_commit()}
+    return {"versions": versions, "cpu": _processor(), "gpus": _gpus(), "commit": commit or describe_commit()}
 
 
 def write_record(
@@ -92,6 +96,7 @@ def write_record(
     settings: Mapping[str, Any],
     results: Mapping[str, Any],
     command: Sequence[str] | None = None,
+    commit: str | None = None,
 ) -> Path:
     """Write one record as `<directory>/<UTC date>-<name>[-<n>].json`.
 
@@ -101,6 +106,7 @@ def write_record(
         settings: everything that was chosen (JSON values).
         results: everything that was measured (JSON values).
         command: the command line; None takes that of this process.
+        commit: of the source tree, where it is no git checkout.
 
     Returns:
         The new file's path; a file that exists already is never overwritten.
@@ -114,7 +120,7 @@ def write_record(
         "name": name,
         "date": now.isoformat(timespec="seconds"),
         "command": shlex.join(portable_argument(word) for word in words),
-        "environment": describe_environment(),
+        "environment": describe_environment(commit),
         "settings": dict(settings),
         "results": dict(results),
     }
