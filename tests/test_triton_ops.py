@@ -73,11 +73,14 @@ GPU_DECODE = {
     "hs64-gqa8-cap-block-outermost": Scenario(
         (2000, 700), group=8, cap=30.0, has_sinks=True, layout="BLHNC", page_padding=4096, **REAL
     ),
+    "131072-tokens": Scenario((131_072, 70_001), head_size=128, **REAL),
+    "256-requests": Scenario(tuple(1 + 37 * i % 1500 for i in range(256)), head_size=128, **REAL),
 }
 GPU_PREFILL = {
     "hs128-gqa4": Scenario((1500, 3000, 700), (1500, 500, 1), num_kv_heads=8, head_size=128, **REAL),
     "hs64-gqa3": Scenario((1700, 2200), (1000, 700), (1700, 1700), num_kv_heads=3, group=3, **REAL),
     "hs256-gqa2": Scenario((900,), (500,), group=2, head_size=256, **REAL),
+    "131072-tokens": Scenario((131_072,), (200,), num_kv_heads=1, head_size=128, **REAL),
     "hs128-gqa7-fp16-sinks": Scenario(
         (2000, 900), (100, 900), group=7, head_size=128, dtype=torch.float16, has_sinks=True, **REAL
     ),
