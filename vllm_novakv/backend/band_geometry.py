@@ -60,11 +60,13 @@ class BandGeometry:
         """
         is_prompt = num_prompt_tokens is None or num_tokens < num_prompt_tokens
         recent = self.prompt_recent_tokens if is_prompt else self.recent_tokens
-        return self._tail(max(0, num_tokens - 1), recent).start
+        boundary = max(0, num_tokens - 1) // BOUNDARY_TOKENS * BOUNDARY_TOKENS
+        return max(0, boundary - recent) // BAND_BLOCK_TOKENS
 
     def tail(self, num_tokens: int) -> range:
         """Blocks of the ``prompt_recent`` tokens before the last 128-token boundary that is at most ``num_tokens``."""
-        return self._tail(num_tokens, self.prompt_recent_tokens)
+        boundary = num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS
+        return range(max(0, boundary - self.prompt_recent_tokens) // BAND_BLOCK_TOKENS, boundary // BAND_BLOCK_TOKENS)
 
     def is_required(self, block: int, num_tokens: int) -> bool:
         """Whether an allocation up to ``num_tokens`` tokens must make block number ``block`` a real one.
@@ -93,10 +95,6 @@ class BandGeometry:
         window before it: ``num_windows`` is 1.
         """
         return self._held_blocks(num_tokens, num_windows, self.prompt_recent_tokens)
-
-    def _tail(self, num_tokens: int, recent: int) -> range:
-        boundary = num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS
-        return range(max(0, boundary - recent) // BAND_BLOCK_TOKENS, boundary // BAND_BLOCK_TOKENS)
 
     def _held_blocks(self, num_tokens: int, num_windows: int, recent: int) -> int:
         # a window spans `recent` tokens before a boundary and up to 128 after it

@@ -98,13 +98,16 @@ class BandManager(SingleTypeKVCacheManager):
 
         With ``apply_admission_cap``, ``num_tokens`` is the whole sequence, and the answer is what it needs at its peak.
         """
-        num_evictable = self._get_num_evictable_blocks(new_computed_blocks)
+        num_evictable = self._get_num_evictable_blocks(new_computed_blocks) if new_computed_blocks else 0
         held = self.req_to_blocks.get(request_id) or new_computed_blocks
         if apply_admission_cap:
             peak = self.kv_cache_spec.peak_blocks(num_tokens, is_resumed=total_computed_tokens > 0)
             num_held = sum(not block.is_null for block in held)
             return max(peak - num_held, 0) + num_evictable
         num_blocks = -(-num_tokens // self.block_size)
+        # fifteen decode steps of sixteen
+        if num_blocks <= len(held):
+            return num_evictable
         required = sum(self.geometry.is_required(block, num_tokens) for block in range(len(held), num_blocks))
         return required + num_evictable
 
@@ -127,8 +130,10 @@ class BandManager(SingleTypeKVCacheManager):
         `cache_blocks`, which vLLM calls next, may replace nulls in the returned list before vLLM reads it.
         """
         blocks = self.req_to_blocks[request_id]
-        first = len(blocks)
-        numbers = range(first, -(-num_tokens // self.block_size))
+        first, end = len(blocks), -(-num_tokens // self.block_size)
+        if first >= end:
+            return []
+        numbers = range(first, end)
         is_required = [self.geometry.is_required(number, num_tokens) for number in numbers]
         real = iter(self.block_pool.get_new_blocks(sum(is_required)))
         new_blocks = [next(real) if required else self._null_block for required in is_required]
@@ -186,6 +191,8 @@ class BandManager(SingleTypeKVCacheManager):
             return
         start = max(self._freed_until.get(request_id, 0), self.geometry.num_sink_blocks)
         end = min(self.geometry.window_start_block(processed_computed_tokens, num_prompt_tokens), len(blocks))
+        if end <= start and request_id not in self._optional:
+            return
         self._freed_until[request_id] = max(start, end)
         numbers = (*self._optional.pop(request_id, ()), *range(start, end))
         released = {number: blocks[number] for number in numbers if not blocks[number].is_null}

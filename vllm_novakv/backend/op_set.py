@@ -421,7 +421,7 @@ def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, max_requests: i
     logger.info("NOVAKV: compiling the kernels for head size %d, %d:%d heads", size, num_heads, heads)
     history_cache = torch.zeros(2, heads, BLOCK_TOKENS, codec.layout.record_bytes, dtype=torch.uint8, device=device)
     band_cache = torch.zeros(2, heads, BAND_BLOCK_TOKENS, 2 * size, dtype=torch.bfloat16, device=device)
-    # the store has a variant for few tokens and one for many
+    # the store has a variant for few tokens and one for many; decode, one for a band in parts
     tokens = min(1024, ops.transformed_keys.shape[0])
     # as the layers of a fused projection hand them over: rows longer than their part
     qkv = torch.zeros(tokens, num_heads + 2 * heads, size, dtype=dtype, device=device)

@@ -38,6 +38,8 @@ from vllm_novakv.calibration.moments import LayerMoments, chunk_moments, empty_m
 _CHUNK_TOKENS_CPU = 1024
 _CHUNK_TOKENS_GPU = 8192
 
+_GPU_SHARE = 0.1
+
 # Pages are whole blocks and hybrid models pad them: room beyond the bytes of the tokens themselves.
 _CACHE_SLACK_RATIO = 1.25
 _CACHE_SLACK_BYTES = 64 << 20
@@ -252,6 +254,8 @@ def _running(
                 disable_log_stats=True,
                 generation_config="vllm",
                 kv_cache_memory_bytes=int(cache_bytes * _CACHE_SLACK_RATIO) + _CACHE_SLACK_BYTES,
+                # vLLM refuses to start where less than this share of a GPU is free, also if it will not take as much
+                **({} if facts.is_cpu else {"gpu_memory_utilization": _GPU_SHARE}),
             )
         finally:
             _restore_environment(saved)

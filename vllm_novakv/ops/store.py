@@ -9,8 +9,8 @@ Transforms are tensor-core products of three tf32 terms, which keep f32's precis
 holding element i of every group, so that r is four [tokens, groups] matrices and the search over centroids is a loop
 of broadcasts without reductions. Bytes go where codec/layout.py puts them.
 
-Where the CUDA kernel of ops/store_search.py runs, this launch leaves r in scratch and that kernel does the rest of a
-key: everything from the scale on.
+Where CUDA C++ runs, two kernels take over: few tokens, as in a decode step, are stored by ops/store_few.py alone; of
+many, this launch leaves r in scratch, and ops/store_search.py does the rest of a key, everything from the scale on.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
-from vllm_novakv.ops import store_search
+from vllm_novakv.ops import store_few, store_search
 from vllm_novakv.ops.checks import check_caches, require
 from vllm_novakv.ops.tables import KernelTables
 from vllm_novakv.ops.tiles import BLOCK
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
+_TILE, _SMALL_TILE, _FEW_SLOTS = 32, 8, 512
+"""Tokens of a tile, and of one where few slots must fill the GPU: measured on an H200."""
 
 
 @triton.jit
@@ -251,13 +253,6 @@ def _store_kernel(
         tl.store(place_ptr[:, None] + D + d[None, :], value.to(tl.float32).to(element), mask=is_held)
 
 
-def _tile_and_warps(num_slots: int, use_cuda: bool) -> tuple[int, int]:
-    """Tokens of a tile, and its warps: measured on an H200."""
-    if num_slots <= store_search.FEW_TOKENS:
-        return (16, 4) if use_cuda else (8, 4)
-    return (32, 4)
-
-
 def store(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -281,7 +276,7 @@ def store(
         tables: the layer's kernel tables.
         scratch: f32 ``[at least num_slots, num_kv_heads, head_size]``, contiguous, for transformed keys; allocated here
             if None.
-        use_cuda: whether the CUDA kernel does the search; where it runs, if None.
+        use_cuda: whether the CUDA kernels take over; where they run, if None.
 
     Raises:
         ValueError: a shape, type, device or stride is not as above.
@@ -312,6 +307,9 @@ def store(
         return
     if use_cuda is None:
         use_cuda = store_search.is_supported(key.device)
+    if use_cuda and store_few.is_supported(num_slots, band_cache):
+        store_few.launch_store(key, value, history_cache, band_cache, history_slot_mapping, band_slot_mapping, tables)
+        return
     if not use_cuda:
         transformed = tables.centroids
     elif scratch is None:
@@ -324,7 +322,7 @@ def store(
             f"f32 [at least {num_slots}, {heads}, {size}], contiguous",
         )
         transformed = scratch[:num_slots]
-    tile, warps = _tile_and_warps(num_slots, use_cuda)
+    tile = _TILE if use_cuda or num_slots > _FEW_SLOTS else _SMALL_TILE
     _store_kernel[(triton.cdiv(num_slots, tile), heads, 2)](
         key,
         value,
@@ -351,7 +349,7 @@ def store(
         BAND_BLOCK=band_cache.shape[2],
         M=tile,
         D=size,
-        num_warps=warps,
+        num_warps=4,
         num_stages=2,
     )
     if use_cuda:

@@ -74,11 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
         index[k] = 0;
       }
     // 2. nearest centroid, the first of equals
-#if TILES == 1
-#pragma unroll 16
-#else
 #pragma unroll 4
-#endif
     for (int n = 0; n < 32; n++) {
       const u32 b = __float_as_uint(__ldg(group_centroids + 32 * n + lane));
       const float2 norms = __ldg(group_norms + 4 * n + quad);
@@ -124,9 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
       if (slot >= 128) {
         u8* block = cache + ((slot / 128) * block_stride_16 + (long long)h * head_stride_16) * 16;
         u8* place_ptr = block + slot % 128 * GROUPS + warp * PER_WARP;
-#if PER_WARP == 1
-        *place_ptr = (u8)packed[k];
-#elif PER_WARP == 2
+#if PER_WARP == 2
         *(unsigned short*)place_ptr = (unsigned short)packed[k];
 #elif PER_WARP == 4
         *(u32*)place_ptr = (u32)packed[k];

@@ -15,8 +15,8 @@ import torch
 
 from vllm_novakv.ops.tables import KernelTables
 
-FEW_TOKENS = 512
-"""Up to here a block takes 16 tokens instead of 64 and more warps."""
+_TILES, _WARPS = 4, 8
+"""Tiles of 16 tokens, and warps, of a block."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -42,11 +42,9 @@ def launch_search(
         history_cache, history_slot_mapping, tables: as in `vllm_novakv.ops.store.store`.
     """
     num_slots, heads, size = keys.shape
-    tiles = 1 if num_slots <= FEW_TOKENS else 4
-    warps = _num_warps(size, tiles)
-    _compiled(size, tiles, keys.device)(
-        grid=(-(-num_slots // (16 * tiles)), heads, 1),
-        block=(32 * warps, 1, 1),
+    _compiled(size, keys.device)(
+        grid=(-(-num_slots // (16 * _TILES)), heads, 1),
+        block=(32 * _WARPS, 1, 1),
         args=[
             keys,
             history_cache,
@@ -61,18 +59,13 @@ def launch_search(
     )
 
 
-def source(size: int, tiles: int) -> str:
-    """The kernel's source for one head size and 16 ``tiles`` tokens per block."""
-    constants = {"D": size, "TILES": tiles, "WARPS": _num_warps(size, tiles)}
+def source(size: int) -> str:
+    """The kernel's source for one head size."""
+    constants = {"D": size, "TILES": _TILES, "WARPS": _WARPS}
     return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
 
 
-def _num_warps(size: int, tiles: int) -> int:
-    """Few tokens: a warp per group, as far as a block may have warps, because latency is all that counts."""
-    return min(32, size // 4) if tiles == 1 else 8
-
-
 @cache
-def _compiled(size: int, tiles: int, device: torch.device) -> Callable[..., None]:
+def _compiled(size: int, device: torch.device) -> Callable[..., None]:
     with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(source(size, tiles), "store_search")
+        return torch.cuda._compile_kernel(source(size), "store_search")

@@ -1,0 +1,127 @@
+// Runs a CUDA kernel on the CPU, one block after the other, every thread a fiber: for tests of a kernel's logic where
+// there is no GPU. Warp operations and barriers hand the processor on until all of their threads have arrived.
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define EMULATED
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(x)
+#define __shared__ static
+
+struct Index { int x, y, z; };
+struct float2 { float x, y; };
+
+namespace emulator {
+struct Barrier {
+  int arrived = 0, generation = 0;
+};
+struct Thread {
+  ucontext_t context;
+  Index index;
+  bool is_done = false;
+  std::vector<char> stack = std::vector<char>(64 * 1024);
+};
+inline std::vector<Thread> threads;
+inline std::vector<Barrier> warp_barriers;
+inline std::vector<uint32_t> exchange;  // 8 words a thread
+inline Barrier block_barrier;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+inline int current;
+
+inline void hand_on() { swapcontext(&threads[current].context, &scheduler); }
+inline void wait(Barrier& barrier, int size) {
+  const int generation = barrier.generation;
+  if (++barrier.arrived == size) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  } else {
+    while (barrier.generation == generation) hand_on();
+  }
+}
+inline void wait_warp() { wait(warp_barriers[current / 32], 32); }
+inline uint32_t* words(int thread) { return &exchange[8 * thread]; }
+inline void run_thread() {
+  body();
+  threads[current].is_done = true;
+  hand_on();
+}
+}  // namespace emulator
+
+inline Index blockIdx, gridDim;
+#define threadIdx (emulator::threads[emulator::current].index)
+
+inline void __syncthreads() { emulator::wait(emulator::block_barrier, (int)emulator::threads.size()); }
+template <class T> T __ldg(const T* p) { return *p; }
+inline uint32_t __float_as_uint(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
+inline float __uint_as_float(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
+inline float __int_as_float(int x) { return __uint_as_float((uint32_t)x); }
+template <class T> T __shfl_xor_sync(unsigned, T value, int offset) {
+  const int own = emulator::current;
+  memcpy(emulator::words(own), &value, 4);
+  emulator::wait_warp();
+  T other;
+  memcpy(&other, emulator::words(own ^ offset), 4);
+  emulator::wait_warp();
+  return other;
+}
+// 10 bits of mantissa, to nearest, ties away from zero
+inline uint32_t tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1FFFu; }
+inline float of_half(uint16_t x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+// m16n8k8, f32 += tf32 * tf32
+inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
+  uint32_t* own = emulator::words(emulator::current);
+  for (int i = 0; i < 4; i++) own[i] = a[i];
+  own[4] = b0;
+  own[5] = b1;
+  emulator::wait_warp();
+  for (int i = 0; i < 4; i++) {
+    const int column = 2 * quad + i % 2;
+    for (int k = 0; k < 8; k++) {
+      const float x = __uint_as_float(emulator::words(warp + 4 * row + k % 4)[i / 2 + k / 4 * 2]);
+      const float y = __uint_as_float(emulator::words(warp + 4 * column + k % 4)[4 + k / 4]);
+      c[i] += x * y;
+    }
+  }
+  emulator::wait_warp();
+}
+
+inline void launch(Index grid, int num_threads, std::function<void()> body) {
+  emulator::body = body;
+  gridDim = grid;
+  for (int z = 0; z < grid.z; z++)
+    for (int y = 0; y < grid.y; y++)
+      for (int x = 0; x < grid.x; x++) {
+        blockIdx = {x, y, z};
+        emulator::threads = std::vector<emulator::Thread>(num_threads);
+        emulator::warp_barriers.assign(num_threads / 32, {});
+        emulator::exchange.assign(8 * num_threads, 0);
+        emulator::block_barrier = {};
+        for (int i = 0; i < num_threads; i++) {
+          auto& thread = emulator::threads[i];
+          thread.index = {i, 0, 0};
+          getcontext(&thread.context);
+          thread.context.uc_stack.ss_sp = thread.stack.data();
+          thread.context.uc_stack.ss_size = thread.stack.size();
+          thread.context.uc_link = nullptr;
+          makecontext(&thread.context, emulator::run_thread, 0);
+        }
+        for (bool is_running = true; is_running;) {
+          is_running = false;
+          for (int i = 0; i < num_threads; i++) {
+            if (emulator::threads[i].is_done) continue;
+            is_running = true;
+            emulator::current = i;
+            swapcontext(&emulator::scheduler, &emulator::threads[i].context);
+          }
+        }
+      }
+}

@@ -1,0 +1,271 @@
+// The whole store of few tokens in one launch, for compute capability 8.0 and up; formulas in ops/store.py.
+//
+// Grid (tile of 16 tokens, KV head, 2): the first block of a pair encodes the keys of its tokens, the second their values
+// and copies the band. A decode step is a few such tiles, so latency is all that counts:
+//
+//   1. rows of the tile, centred if keys, to shared memory; the transform, 8 columns a warp, to registers meanwhile
+//   2. product of both on tensor cores, m16n8k8 in three tf32 terms, which keep f32's precision, to shared memory
+//   3. keys    ρ = ‖r‖/√d;  nearest centroids, a warp for neighbouring groups;  least-squares scale;  indices
+//      values  s = STEP · RMS(w) in bf16;  codes, a thread for the 8 or 16 codes of a word
+//
+// A score x·c − ‖c‖²/2 of 16 tokens against 8 centroids of a group is one product too: a key has four elements per group,
+// so k = 8 holds x = high + low in two tf32 terms against the same centroid, whose 8-bit float elements are exact.
+//
+// Lane = 4 row + quad. Fragments of m16n8k8: A holds (row, quad), (row + 8, quad), (row, quad + 4), (row + 8, quad + 4);
+// B (quad, row), (quad + 4, row); C (row, 2 quad), (row, 2 quad + 1), (row + 8, 2 quad), (row + 8, 2 quad + 1).
+//
+// Macros: D head size, WARPS, TYPE of keys and values (0 f32, 1 f16, 2 bf16), STEP, BAND_BLOCK.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define GROUPS (D / 4)
+#define PER_WARP (GROUPS / WARPS)
+#define TOKENS 16
+#define PITCH (D + 4)
+#define K_STEPS (D / 8)
+#define WORDS ((D + 127) / 128)
+#define CODES (D / 8 / WORDS)
+#define BLOCK 128
+#define BF16_MAX 3.3895313892515355e38f
+
+#if TYPE == 0
+typedef float Input;
+#else
+typedef u16 Input;
+#endif
+
+#ifndef EMULATED
+__device__ __forceinline__ u32 tf32(float x) { u32 y; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
+__device__ __forceinline__ float number(Input x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return of_half(x);
+#else
+  return __uint_as_float((u32)x << 16);
+#endif
+}
+// bits of x rounded to bf16, to nearest even
+__device__ __forceinline__ u32 bf16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+__device__ __forceinline__ u32 scale_bits(float x) { return bf16_bits(fminf(fmaxf(x, -BF16_MAX), BF16_MAX)); }
+__device__ __forceinline__ u16 band_element(Input x) {
+#if TYPE == 2
+  return x;
+#else
+  const float y = number(x);
+  return y == y ? (u16)bf16_bits(y) : 0x7FFF;
+#endif
+}
+// element of a token in its block's scale planes
+__device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8 * 8 + p % 64 / 8; }
+__device__ __forceinline__ float row_energy(const float* row, int lane) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < D; k += 32) sum += row[k + lane] * row[k + lane];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
+    const Input* keys, const Input* values, u8* cache, u16* band, const long long* slots, const long long* band_slots,
+    const float* mean, const float* key_transform, const float* centroids, const float* half_norms,
+    const float* value_transform, int num_slots, int key_stride_t, int key_stride_h, int value_stride_t,
+    int value_stride_h, int block_stride_16, int head_stride_16, int band_stride_b, int band_stride_h,
+    int band_stride_t) {
+  __shared__ float x[TOKENS][PITCH], r[TOKENS][PITCH], scale[TOKENS], energies[WARPS][TOKENS], products[WARPS][TOKENS];
+  __shared__ long long slot_of[TOKENS], band_slot_of[TOKENS];
+  const int h = blockIdx.y, first = blockIdx.x * TOKENS;
+  const bool is_keys = blockIdx.z == 0;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+  // 1. transform, rows
+  const float* transform = (is_keys ? key_transform : value_transform) + (long long)h * D * D + warp * 8 + row;
+  float b[2 * K_STEPS];
+#pragma unroll
+  for (int k = 0; k < K_STEPS; k++) {
+    b[2 * k] = __ldg(transform + (8 * k + quad) * D);
+    b[2 * k + 1] = __ldg(transform + (8 * k + quad + 4) * D);
+  }
+  // a slot in block 0, vLLM's null block, or below is not stored
+  if (thread < TOKENS) {
+    const bool is_slot = first + thread < num_slots;
+    slot_of[thread] = is_slot ? slots[first + thread] : -1;
+    band_slot_of[thread] = is_slot ? band_slots[first + thread] : -1;
+  }
+  const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
+  const int row_stride = is_keys ? key_stride_t : value_stride_t;
+#pragma unroll
+  for (int i = thread; i < TOKENS * D; i += 32 * WARPS) {
+    // rows that are not stored may hold anything: nothing of a row reaches another
+    const int token = first + i / D, d = i % D;
+    const float element = token < num_slots ? number(rows[(long long)token * row_stride + d]) : 0.0f;
+    x[i / D][d] = is_keys ? element - __ldg(mean + h * D + d) : element;
+  }
+  __syncthreads();
+  // 2. r = x R
+#pragma unroll
+  for (int tile = warp; tile < D / 8; tile += WARPS) {
+    if (tile != warp) {
+#pragma unroll
+      for (int k = 0; k < K_STEPS; k++) {
+        b[2 * k] = __ldg(transform + (tile - warp) * 8 + (8 * k + quad) * D);
+        b[2 * k + 1] = __ldg(transform + (tile - warp) * 8 + (8 * k + quad + 4) * D);
+      }
+    }
+    // the small terms on their own: shorter chains, and no large sum swallows them
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, small[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < K_STEPS; k++) {
+      u32 high[4], low[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float element = x[row + i % 2 * 8][8 * k + quad + i / 2 * 4];
+        high[i] = tf32(element);
+        low[i] = tf32(element - __uint_as_float(high[i]));
+      }
+      const u32 b0 = tf32(b[2 * k]), b1 = tf32(b[2 * k + 1]);
+      multiply(c, high, b0, b1);
+      multiply(small, low, b0, b1);
+      multiply(small, high, tf32(b[2 * k] - __uint_as_float(b0)), tf32(b[2 * k + 1] - __uint_as_float(b1)));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) r[row + i / 2 * 8][tile * 8 + 2 * quad + i % 2] = c[i] + small[i];
+  }
+  __syncthreads();
+  // 3. scales
+  for (int i = warp; i < TOKENS; i += WARPS) {
+    const float norm = sqrtf(row_energy(r[i], lane) / D);
+    if (lane == 0) scale[i] = norm;
+  }
+  __syncthreads();
+  const long long head_offset = (long long)h * head_stride_16;
+
+  if (is_keys) {
+    float product[2] = {0.0f, 0.0f}, energy[2] = {0.0f, 0.0f};
+    u32 packed[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      const int g = warp * PER_WARP + i;
+      const float* group_centroids = centroids + ((long long)h * GROUPS + g) * 1024;
+      const float2* group_norms = (const float2*)(half_norms + ((long long)h * GROUPS + g) * 256);
+      float best[2];
+      int index[2] = {0, 0};
+      u32 a[4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float norm = scale[8 * half + row];
+        const float element = r[8 * half + row][4 * g + quad] / (norm == 0.0f ? 1.0f : norm);
+        a[half] = tf32(element);
+        a[half + 2] = tf32(element - __uint_as_float(a[half]));
+        best[half] = __int_as_float(0xFF800000);
+      }
+      // nearest centroid, the first of equals
+#pragma unroll 16
+      for (int n = 0; n < 32; n++) {
+        const u32 centroid = __float_as_uint(__ldg(group_centroids + 32 * n + lane));
+        const float2 norms = __ldg(group_norms + 4 * n + quad);
+        float c[4] = {-norms.x, -norms.y, -norms.x, -norms.y};
+        multiply(c, a, centroid, centroid);
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (c[k] > best[k / 2]) { best[k / 2] = c[k]; index[k / 2] = 8 * n + 2 * quad + k % 2; }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int offset = 1; offset < 4; offset *= 2) {
+          const float other = __shfl_xor_sync(0xFFFFFFFFu, best[half], offset);
+          const int other_index = __shfl_xor_sync(0xFFFFFFFFu, index[half], offset);
+          if (other > best[half] || (other == best[half] && other_index < index[half])) {
+            best[half] = other;
+            index[half] = other_index;
+          }
+        }
+        const float c = __ldg(group_centroids + 4 * index[half] + quad);
+        product[half] += r[8 * half + row][4 * g + quad] * c;
+        energy[half] += c * c;
+        packed[half] |= (u32)index[half] << (8 * i);
+      }
+    }
+    // indices of the warp's groups, side by side
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        product[half] += __shfl_xor_sync(0xFFFFFFFFu, product[half], offset);
+        energy[half] += __shfl_xor_sync(0xFFFFFFFFu, energy[half], offset);
+      }
+      const int token = 8 * half + row;
+      const long long slot = slot_of[token];
+      if (quad == 0) {
+        products[warp][token] = product[half];
+        energies[warp][token] = energy[half];
+        if (slot >= BLOCK) {
+          u8* block = cache + (slot / BLOCK * block_stride_16 + head_offset) * 16;
+          u8* place = block + slot % BLOCK * GROUPS + warp * PER_WARP;
+#if PER_WARP == 2
+          *(u16*)place = (u16)packed[half];
+#else
+          *(u32*)place = packed[half];
+#endif
+        }
+      }
+    }
+    __syncthreads();
+    if (thread < TOKENS && slot_of[thread] >= BLOCK) {
+      float sum = 0.0f, norm = 0.0f;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) { sum += products[i][thread]; norm += energies[i][thread]; }
+      const long long slot = slot_of[thread];
+      u16* plane = (u16*)(cache + (slot / BLOCK * block_stride_16 + head_offset) * 16 + BLOCK * (GROUPS + D / 4));
+      plane[scale_element((int)(slot % BLOCK))] = (u16)scale_bits(sum / (norm == 0.0f ? 1.0f : norm));
+    }
+    return;
+  }
+
+  if (thread < TOKENS * 8 * WORDS) {
+    const int token = thread / (8 * WORDS), cell = thread % 8, word = thread % (8 * WORDS) / 8;
+    const long long slot = slot_of[token];
+    const u32 bits = scale_bits(scale[token] * STEP);
+    const float s = bits == 0 ? 1.0f : __uint_as_float(bits << 16);
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < CODES; i++) {
+      const float level = floorf(r[token][(word * CODES + i) * 8 + cell] / s) + 2.0f;
+      codes |= (u32)(int)fminf(fmaxf(level, 0.0f), 3.0f) << (2 * i);
+    }
+    if (slot >= BLOCK) {
+      u8* block = cache + (slot / BLOCK * block_stride_16 + head_offset) * 16;
+      const int place = (int)(slot % BLOCK), p = place % 16;
+      const int unit = place / 16 * 128 + p % 8 / 2 * 4 + p % 2 + 2 * (p / 8) + 16 * cell;
+#if D == 64
+      ((u16*)(block + BLOCK * GROUPS))[unit] = (u16)codes;
+#else
+      ((u32*)(block + BLOCK * GROUPS))[unit * WORDS + word] = codes;
+#endif
+      if (cell == 0 && word == 0) ((u16*)(block + BLOCK * (GROUPS + D / 4)))[BLOCK + scale_element(place)] = (u16)bits;
+    }
+  }
+  for (int i = thread; i < TOKENS * 2 * D; i += 32 * WARPS) {
+    const int token = i / (2 * D), d = i % (2 * D);
+    const long long slot = band_slot_of[token];
+    if (slot < BAND_BLOCK) continue;
+    const Input element = d < D ? keys[(long long)(first + token) * key_stride_t + (long long)h * key_stride_h + d]
+                                : values[(long long)(first + token) * value_stride_t + (long long)h * value_stride_h + d - D];
+    band[slot / BAND_BLOCK * band_stride_b + (long long)h * band_stride_h + slot % BAND_BLOCK * band_stride_t + d] =
+        band_element(element);
+  }
+}

@@ -1,0 +1,102 @@
+"""The store of few tokens in one launch of CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
+
+A decode step stores one token per request and layer, and two Triton launches cost more than what they compute. Same
+result as ops/store.py wherever the nearest centroid is unique beyond rounding, on compute capability 8.0 and up; see
+ops/store_few.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from vllm_novakv.codec.quantizer import VALUE_STEP
+from vllm_novakv.ops import store_search
+from vllm_novakv.ops.tables import KernelTables
+
+MAX_TOKENS = 512
+"""With more tokens the tiles fill the GPU, and larger ones read the transforms less often."""
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_TILE = 16
+_INPUT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def is_supported(num_slots: int, band_cache: torch.Tensor) -> bool:
+    """Whether the kernel stores this many tokens to a band of this type and device."""
+    return (
+        num_slots <= MAX_TOKENS and band_cache.dtype == torch.bfloat16 and store_search.is_supported(band_cache.device)
+    )
+
+
+def launch_store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    history_cache: torch.Tensor,
+    band_cache: torch.Tensor,
+    history_slot_mapping: torch.Tensor,
+    band_slot_mapping: torch.Tensor,
+    tables: KernelTables,
+) -> None:
+    """Write tokens to both caches; arguments as in `vllm_novakv.ops.store.store`."""
+    codec = tables.codec
+    num_slots, heads, size = history_slot_mapping.shape[0], codec.num_kv_heads, codec.head_size
+    kernel = _compiled(size, key.dtype, band_cache.shape[2], key.device)
+    kernel(
+        grid=(-(-num_slots // _TILE), heads, 2),
+        block=(32 * num_warps(size), 1, 1),
+        args=[
+            key,
+            value,
+            history_cache,
+            band_cache,
+            history_slot_mapping,
+            band_slot_mapping,
+            codec.key_mean,
+            codec.key_transform,
+            tables.search_centroids,
+            tables.search_half_norms,
+            codec.value_transform,
+            *integers(key, value, history_cache, band_cache, num_slots),
+        ],
+    )
+
+
+def integers(
+    key: torch.Tensor, value: torch.Tensor, history_cache: torch.Tensor, band_cache: torch.Tensor, num_slots: int
+) -> list[int]:
+    """The kernel's integer arguments: 32 bits each, so the history's strides are in 16 bytes."""
+    return [
+        num_slots,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        history_cache.stride(0) // 16,
+        history_cache.stride(1) // 16,
+        *band_cache.stride()[:3],
+    ]
+
+
+def num_warps(size: int) -> int:
+    """Warps of a block: one for 8 columns of a transform, 16 at most."""
+    return min(16, size // 8)
+
+
+def source(size: int, dtype: torch.dtype, band_block_tokens: int) -> str:
+    """The kernel's source for one head size, one type of keys and values, and the band's block size."""
+    constants = {
+        "D": size,
+        "WARPS": num_warps(size),
+        "TYPE": _INPUT_TYPES[dtype],
+        "STEP": f"{VALUE_STEP}f",
+        "BAND_BLOCK": band_block_tokens,
+    }
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+
+
+@cache
+def _compiled(size: int, dtype: torch.dtype, band_block_tokens: int, device: torch.device) -> Callable[..., None]:
+    with torch.cuda.device(device):
+        return torch.cuda._compile_kernel(source(size, dtype, band_block_tokens), "store_few")
