@@ -11,22 +11,19 @@ FlashAttention 3 where vLLM is installed, PyTorch's SDPA otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from codec_samples import sample_codec, sample_keys, sample_values
 
+from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.ops import paged_decode as decode_op
 from vllm_novakv.ops import reference
 from vllm_novakv.ops.flash_prefill import PrefillWorkspace, flash_prefill, make_plan
@@ -65,7 +62,16 @@ def main() -> None:
             results[f"{kind} {case}"] = measured = measure(case, tables, copy)
             print(kind, case, measured, flush=True)
     if arguments.out:
-        write_record(arguments, results)
+        settings = {
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "head_size": SIZE,
+            "sink": SINK,
+            "recent": RECENT,
+            "prompt_recent": PROMPT_RECENT,
+            "repeats": REPEATS,
+        }
+        print(write_record(arguments.out, "ops-h200", settings, results, commit=arguments.commit))
 
 
 def timed(run: Callable[[], Any], in_graph: bool = True, repeats: int = REPEATS) -> dict[str, float]:
@@ -99,10 +105,11 @@ def copy_bandwidth() -> float:
 def random_cache(num_requests: int, length: int, kept_from: int, tables: KernelTables) -> tuple[Any, ...]:
     """A history of random codes, and a band that holds the sink and the tokens from kept_from on."""
     layout, blocks = tables.codec.layout, -(-length // 128)
+    heads, size = tables.codec.num_kv_heads, tables.codec.head_size
     cache = torch.randint(
-        0, 256, (num_requests * blocks + 1, KV_HEADS, 128, layout.record_bytes), dtype=torch.uint8, device=DEVICE
+        0, 256, (num_requests * blocks + 1, heads, 128, layout.record_bytes), dtype=torch.uint8, device=DEVICE
     )
-    scales = (torch.rand(cache.shape[0], KV_HEADS, 256, device=DEVICE) / 2 + 0.5).to(torch.bfloat16)
+    scales = (torch.rand(cache.shape[0], heads, 256, device=DEVICE) / 2 + 0.5).to(torch.bfloat16)
     cache.flatten(2)[..., layout.block_key_scale_start :] = scales.view(torch.uint8)
     order = torch.randperm(num_requests * blocks, device=DEVICE).to(torch.int32) + 1
     starts = torch.arange(-(-length // BAND_BLOCK)) * BAND_BLOCK
@@ -110,7 +117,7 @@ def random_cache(num_requests: int, length: int, kept_from: int, tables: KernelT
     band_table = torch.zeros(num_requests, len(starts), dtype=torch.int32, device=DEVICE)
     count = num_requests * len(kept)
     band_table[:, kept] = (torch.randperm(count, device=DEVICE).to(torch.int32) + 1).view(num_requests, -1)
-    band = torch.randn(count + 1, KV_HEADS, BAND_BLOCK, 2 * SIZE, device=DEVICE).to(torch.bfloat16)
+    band = torch.randn(count + 1, heads, BAND_BLOCK, 2 * size, device=DEVICE).to(torch.bfloat16)
     seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device=DEVICE)
     history = PackedHistory(cache, tables.codec, tables)
     return history, band, order.view(num_requests, blocks), band_table, seq_lens
@@ -268,34 +275,6 @@ def measure_prefill(case: str, tables: KernelTables, copy: float) -> dict[str, A
     )
     result["bf16_flash_attention"] = baseline | {"tflop_per_s": round(operations / baseline["us"] / 1e6, 1)}
     return result
-
-
-def write_record(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """One JSON file per run; earlier ones stay."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    record = {
-        "benchmark": "ops",
-        "time": stamp,
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__},
-        "commit": arguments.commit or head,
-        "command": " ".join(["python", *sys.argv]),
-        "shape": {
-            "heads": HEADS,
-            "kv_heads": KV_HEADS,
-            "head_size": SIZE,
-            "sink": SINK,
-            "recent": RECENT,
-            "prompt_recent": PROMPT_RECENT,
-        },
-        "repeats": REPEATS,
-        "results": results,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"ops-{stamp}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    print(path)
 
 
 if __name__ == "__main__":

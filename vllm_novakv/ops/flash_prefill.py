@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.ops.checks import require
+from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
     centroid_element,
@@ -40,8 +41,6 @@ from vllm_novakv.ops.tiles import (
 )
 
 SCRATCH_TOKENS = 32_768
-_KEYS = 64
-_MERGE_ROWS = 32
 
 
 class FlashAttention(Protocol):
@@ -569,7 +568,8 @@ def _gather(
     """Write a pass's keys and values to scratch."""
     tables = history.tables
     num_pieces = len(part.pieces)
-    _gather_kernel[(part.num_keys // _KEYS + 2 * num_pieces, tables.codec.num_kv_heads)](
+    launch = launch_for("gather", workspace.key.device, tables.codec.head_size)
+    _gather_kernel[(part.num_keys // launch.tokens + 2 * num_pieces, tables.codec.num_kv_heads)](
         key,
         value,
         history.cache,
@@ -604,9 +604,9 @@ def _gather(
         IS_E5M2=tables.is_e5m2,
         BAND_BLOCK=band_cache.shape[2],
         D=tables.codec.head_size,
-        N=_KEYS,
-        num_warps=4,
-        num_stages=1,
+        N=launch.tokens,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
 
 
@@ -625,7 +625,8 @@ def _merge(
     codec = history.tables.codec
     other = output if part is None else part
     other_log_sums = log_sums if part_log_sums is None else part_log_sums
-    _merge_kernel[(triton.cdiv(num_rows, _MERGE_ROWS), num_heads)](
+    launch = launch_for("merge_pass", output.device, head_size)
+    _merge_kernel[(triton.cdiv(num_rows, launch.tokens), num_heads)](
         output,
         log_sums,
         other,
@@ -647,6 +648,7 @@ def _merge(
         HAS_SINKS=sinks is not None,
         G=num_heads // codec.num_kv_heads,
         D=head_size,
-        M=_MERGE_ROWS,
-        num_warps=4,
+        M=launch.tokens,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )

@@ -23,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.ops import decode_history
 from vllm_novakv.ops.checks import check_attention_inputs
+from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
     BLOCK,
@@ -51,7 +51,6 @@ _RESIDENT = 3
 _SPLIT_COST = 0.003
 """Time of one more split (its codebook, its share of the merge), in units of one program's time for a whole context."""
 
-_MERGE_COLUMNS, _MERGE_WARPS = 64, 4
 _MIN_QUERY_ROWS = 8
 _MAX_GROUP = 16
 
@@ -491,6 +490,9 @@ def paged_decode(
     ):
         raise ValueError(f"the workspace is too small for {num_requests} requests; allocate it for the largest batch")
     is_half = query.dtype in (torch.float16, torch.bfloat16)
+    fold, history_launch, merge = (
+        launch_for(kernel, query.device, head_size, rows, num_requests) for kernel in ("fold", "history", "merge")
+    )
     _fold_band_kernel[(num_requests, num_kv_heads, 1 + band_parts)](
         query,
         tables.codec.key_mean,
@@ -519,10 +521,10 @@ def paged_decode(
         D=head_size,
         BAND_BLOCK=band_cache.shape[2],
         BAND_PARTS=band_parts,
-        N=64 if head_size <= 128 else 32,
+        N=fold.tokens,
         PRECISION="tf32" if is_half else "ieee",
-        num_warps=4,
-        num_stages=2,
+        num_warps=fold.warps,
+        num_stages=fold.stages,
     )
     if use_cuda is None:
         use_cuda = decode_history.is_supported(query.device, rows)
@@ -574,9 +576,9 @@ def paged_decode(
             ROWS=rows,
             D=head_size,
             BAND_BLOCK=band_cache.shape[2],
-            N=BLOCK_TOKENS // 2,
-            num_warps=4,
-            num_stages=1,
+            N=history_launch.tokens,
+            num_warps=history_launch.warps,
+            num_stages=history_launch.stages,
         )
     _merge_kernel[(num_requests, num_kv_heads)](
         workspace.partial_output,
@@ -596,8 +598,8 @@ def paged_decode(
         ROWS=rows,
         D=head_size,
         BAND_PARTS=band_parts,
-        COLUMNS=_MERGE_COLUMNS,
-        num_warps=_MERGE_WARPS,
-        num_stages=2,
+        COLUMNS=merge.tokens,
+        num_warps=merge.warps,
+        num_stages=merge.stages,
     )
     return output

@@ -16,13 +16,12 @@ Nothing is read from the device by the host: the request of a tile is found in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from vllm_novakv.ops.checks import check_attention_inputs, require
+from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
     LOG2E,
@@ -40,21 +39,6 @@ from vllm_novakv.ops.tiles import (
 )
 
 _MAX_GROUP = 16
-
-
-@dataclass(frozen=True)
-class LaunchSettings:
-    """Tile sizes of the kernel: query rows and keys, warps and pipeline stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def launch_settings(head_size: int) -> LaunchSettings:
-    """Settings measured on an H200; wide heads take fewer rows, for their accumulators."""
-    return LaunchSettings(rows=128 if head_size <= 128 else 64, keys=64, warps=8, stages=1)
 
 
 @triton.jit
@@ -477,8 +461,8 @@ def prefill(
     if group > _MAX_GROUP:
         raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
     padded_group = triton.next_power_of_2(group)
-    settings = launch_settings(head_size)
-    tokens = max(1, settings.rows // padded_group)
+    launch = launch_for("prefill", query.device, head_size)
+    tokens = max(1, launch.tokens // padded_group)
     # the interpreter, which runs on the CPU, multiplies bf16 as integers
     is_bf16 = query.dtype == torch.bfloat16 and query.device.type == "cuda"
     _prefill_kernel[(triton.cdiv(num_tokens, tokens) + num_requests, num_kv_heads)](
@@ -525,11 +509,11 @@ def prefill(
         TOKENS=tokens,
         BAND_BLOCK=band_cache.shape[2],
         D=head_size,
-        N=settings.keys,
+        N=launch.keys,
         TYPE=tl.bfloat16 if is_bf16 else tl.float32,
         SKIP_PROMPT=skip_prompt,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=settings.warps,
-        num_stages=settings.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
     return output

@@ -22,12 +22,11 @@ import triton.language as tl
 from vllm_novakv.codec.quantizer import VALUE_STEP
 from vllm_novakv.ops import store_few, store_search
 from vllm_novakv.ops.checks import check_caches, require
+from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import KernelTables
 from vllm_novakv.ops.tiles import BLOCK
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
-_TILE, _SMALL_TILE, _FEW_SLOTS = 32, 8, 512
-"""Tokens of a tile, and of one where few slots must fill the GPU: measured on an H200."""
 
 
 @triton.jit
@@ -322,8 +321,8 @@ def store(
             f"f32 [at least {num_slots}, {heads}, {size}], contiguous",
         )
         transformed = scratch[:num_slots]
-    tile = _TILE if use_cuda or num_slots > _FEW_SLOTS else _SMALL_TILE
-    _store_kernel[(triton.cdiv(num_slots, tile), heads, 2)](
+    launch = launch_for("store", key.device, size, batch=num_slots)
+    _store_kernel[(triton.cdiv(num_slots, launch.tokens), heads, 2)](
         key,
         value,
         history_cache,
@@ -347,10 +346,10 @@ def store(
         IS_SEARCHED=not use_cuda,
         STEP=VALUE_STEP,
         BAND_BLOCK=band_cache.shape[2],
-        M=tile,
+        M=launch.tokens,
         D=size,
-        num_warps=4,
-        num_stages=2,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
     )
     if use_cuda:
         store_search.launch_search(transformed, history_cache, history_slot_mapping, tables)

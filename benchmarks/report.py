@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""Turn records into the tables of README.md and the plots beside it.
+
+    python benchmarks/report.py            # rewrites the marked parts of README.md, and docs/plots/*.png
+    python benchmarks/report.py --check    # fails if README.md says anything else than the records
+
+A part of README.md between `<!-- records: NAME -->` and `<!-- end -->` belongs to this script. Each NAME is a table
+below; it is made from the newest record of its kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+PLOTS = ROOT / "docs" / "plots"
+MARKED = re.compile(r"(<!-- records: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CACHE_NAMES = {
+    "novakv": "2-bit",
+    "bf16": "BF16, FlashAttention 3",
+    "fp8": "FP8, FlashAttention 3",
+    "stock": "vLLM's own, model's type",
+}
+CACHE_COLOURS = {"novakv": "#1b7f5c", "bf16": "#8a8f98", "fp8": "#c9803a"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of benchmarks/records.
+
+    Args:
+        path: the file.
+        date: ISO time of the run.
+        results: what was measured.
+        settings: what was chosen.
+    """
+
+    path: Path
+    date: str
+    results: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def link(self) -> str:
+        """A link to the file, as README.md writes it."""
+        return f"[record]({self.path.relative_to(ROOT)})"
+
+
+def newest(pattern: str, directory: Path = RECORDS) -> Record:
+    """The newest record whose file name matches.
+
+    Args:
+        pattern: of the file name, a regular expression that matches from its start.
+        directory: where the records are.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    found = []
+    for path in directory.glob("*.json"):
+        if not re.match(pattern, path.name):
+            continue
+        content = json.loads(path.read_text())
+        # the first records of the operations say `time` and have no settings of their own
+        date = content.get("date") or re.sub(r"(\d{4})(\d\d)(\d\d)-.*", r"\1-\2-\3", content["time"])
+        settings = content.get("settings") or content.get("shape", {})
+        found.append(Record(path, date, content["results"], settings))
+    if not found:
+        raise SystemExit(f"{directory} has no record {pattern}")
+    return max(found, key=lambda record: (record.date, record.path.name))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def thousands(shape: str) -> str:
+    """ "16x30000" as "16 x 30,000"."""
+    count, length = shape.split("x")
+    return f"{count} x {int(length):,}"
+
+
+def operations_table() -> str:
+    """Microseconds of decode, store and prefill beside FlashAttention's."""
+    record = newest(r".*ops-(h200|\d{8})")
+    rows = []
+    for name, figures in record.results.items():
+        kind, _, case = name.partition(" ")
+        if kind == "decode":
+            ours, bf16, fp8 = (figures.get(k, {}) for k in ("cuda", "bf16_flash_attention_3", "fp8_flash_attention_3"))
+            label = f"decode, {thousands(case)} tokens"
+            rate = f"{ours['tb_per_s']:.2f} TB/s, {ours['of_copy']:.0%} of a copy's"
+            rows.append([label, f"{ours['us']:,.0f}", microseconds(bf16), microseconds(fp8), rate])
+        elif kind == "prefill":
+            chunk, context = (int(part) for part in case.split("+"))
+            label = f"prefill, {chunk:,} tokens" + (f" after {context:,}" if context else "")
+            ours, bf16 = figures["flash"], figures["bf16_flash_attention"]
+            rate = f"{ours['tflop_per_s']:.0f} TFLOP/s, BF16 {bf16['tflop_per_s']:.0f}"
+            rows.append([label, microseconds(ours), microseconds(bf16), "-", rate])
+        elif kind == "store":
+            tokens = "token" if case == "1" else "tokens"
+            rows.append([f"store, {int(case):,} {tokens}", microseconds(figures), "-", "-", ""])
+    heads = f"{record.settings['heads']}/{record.settings['kv_heads']} heads of {record.settings['head_size']} dims"
+    caption = f"Microseconds on an H200, {heads} ({record.link}); a rate of decode counts the bytes of the records:\n\n"
+    return caption + table(["operation", *(CACHE_NAMES[c] for c in ("novakv", "bf16", "fp8")), "2-bit rate"], rows)
+
+
+def microseconds(figures: Mapping[str, Any]) -> str:
+    """A time, or a dash where there is none."""
+    return f"{figures['us']:,.0f}" if "us" in figures else "-"
+
+
+def engine_table() -> str:
+    """Decode steps, prefill, pool and throughput inside the server's engine."""
+    record = newest(r".*engine-h200")
+    caches = [cache for cache in CACHE_NAMES if cache in record.results]
+    shapes = record.settings["shapes"]
+    rows = []
+    for shape in shapes:
+        steps = [record.results[cache].get(shape, {}) for cache in caches]
+        rows.append(
+            [f"decode step, {thousands(shape)} tokens, ms", *(figure(s, "decode_step_ms", ".2f") for s in steps)]
+        )
+    for shape in shapes:
+        steps = [record.results[cache].get(shape, {}) for cache in caches]
+        label = f"prefill of {thousands(shape)} tokens, tokens/s"
+        rows.append([label, *(figure(s, "prefill_tokens_per_s", ",.0f") for s in steps)])
+    rows.append(["pool, tokens", *(figure(record.results[cache], "pool_tokens", ",") for cache in caches)])
+    if fill := record.settings.get("fill"):
+        batches = [record.results[cache].get(f"fill {fill}", {}) for cache in caches]
+        label = f"requests of {fill:,} tokens in the pool at once"
+        rows.append([label, *(figure(batch, "requests", ",") for batch in batches)])
+        rows.append(["of which preempted", *(figure(batch, "preemptions", ",") for batch in batches)])
+        rows.append(["tokens/s decoding them", *(figure(batch, "tokens_per_s", ",.0f") for batch in batches)])
+    caption = (
+        "vLLM 0.32 on one H200, a model of Qwen3-8B's shape with random weights, chunks of "
+        f"{record.settings['chunk']:,} tokens, {record.settings['memory']:.0%} of the memory ({record.link}):\n\n"
+    )
+    return caption + table(["", *(CACHE_NAMES[cache] for cache in caches)], rows)
+
+
+def figure(figures: Mapping[str, Any], name: str, form: str) -> str:
+    """A number in its form, or a dash where there is none."""
+    return format(figures[name], form) if name in figures else "-"
+
+
+def accuracy_table() -> str:
+    """Perplexity and needles of every model, newest record each."""
+    blocks = []
+    for pattern, title in (
+        (r".*accuracy-smollm2-cpu", "SmolLM2-135M-Instruct, fp32, CPU"),
+        (r".*accuracy-smollm2-h200-fp32", "SmolLM2-135M-Instruct, fp32, H200"),
+        (r".*accuracy-qwen2.5-coder-0.5b-h200", "Qwen2.5-Coder-0.5B-Instruct, BF16, H200"),
+    ):
+        try:
+            record = newest(pattern)
+        except SystemExit:
+            continue
+        caches = [cache for cache in ("stock", "fp8", "novakv") if cache in record.results]
+        window, count = record.settings["window_tokens"], record.settings["num_windows"]
+        label = f"perplexity, {count} windows of {window:,} tokens of essays"
+        rows = [[label, *(f"{record.results[cache]['perplexity']:.3f}" for cache in caches)]]
+        for length in record.settings["needle_lengths"]:
+            needles = [record.results[cache]["needles"][str(length)] for cache in caches]
+            label = f"one number hidden in {length:,} tokens, {needles[0]['asked']} prompts"
+            rows.append([label, *(f"{needle['found']} found" for needle in needles)])
+        names = [CACHE_NAMES[cache] if cache != "fp8" else "FP8" for cache in caches]
+        blocks.append(table([f"{title} ({record.link})", *names], rows))
+    return "\n".join(blocks)
+
+
+def plot_decode_steps(path: Path) -> None:
+    """Bars of decode steps inside the engine by shape and cache."""
+    from matplotlib import pyplot
+
+    record = newest(r".*engine-h200")
+    shapes = record.settings["shapes"]
+    caches = [cache for cache in CACHE_COLOURS if cache in record.results]
+    figure_, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    width = 0.8 / len(caches)
+    for i, cache in enumerate(caches):
+        values = [record.results[cache].get(shape, {}).get("decode_step_ms", 0.0) for shape in shapes]
+        places = [place + (i - (len(caches) - 1) / 2) * width for place in range(len(shapes))]
+        bars = axes.bar(places, values, width, label=CACHE_NAMES[cache], color=CACHE_COLOURS[cache])
+        axes.bar_label(bars, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(shapes)), [f"{thousands(shape)}" for shape in shapes])
+    axes.set_xlabel("requests x context tokens")
+    axes.set_ylabel("decode step, ms")
+    axes.legend(frameon=False)
+    figure_.savefig(path, dpi=150)
+    pyplot.close(figure_)
+
+
+def plot_decode_operation(path: Path) -> None:
+    """Bars of the decode operation's time by shape and cache."""
+    from matplotlib import pyplot
+
+    record = newest(r".*ops-(h200|\d{8})")
+    cases = {name.partition(" ")[2]: figures for name, figures in record.results.items() if name.startswith("decode ")}
+    keys = {"novakv": "cuda", "bf16": "bf16_flash_attention_3", "fp8": "fp8_flash_attention_3"}
+    figure_, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for i, (cache, key) in enumerate(keys.items()):
+        values = [figures.get(key, {}).get("us", 0.0) for figures in cases.values()]
+        bars = axes.bar(
+            [place + (i - 1) * 0.27 for place in range(len(cases))],
+            values,
+            0.27,
+            label=CACHE_NAMES[cache],
+            color=CACHE_COLOURS[cache],
+        )
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    axes.set_xticks(range(len(cases)), [thousands(case) for case in cases])
+    axes.set_xlabel("requests x context tokens")
+    axes.set_ylabel("attention of one layer, µs")
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
+    figure_.savefig(path, dpi=150)
+    pyplot.close(figure_)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "operations": operations_table,
+    "engine": engine_table,
+    "accuracy": accuracy_table,
+}
+PLOT_FILES: dict[str, Callable[[Path], None]] = {
+    "decode-operation.png": plot_decode_operation,
+    "decode-step.png": plot_decode_steps,
+}
+
+
+def rewritten(text: str) -> str:
+    """README.md with every marked part made anew.
+
+    Raises:
+        SystemExit: a part has a name that no table has.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise SystemExit(f"README.md has a part {name!r}; the tables are {', '.join(TABLES)}")
+        return f"{match[1]}\n{TABLES[name]()}\n{match[3]}"
+
+    return MARKED.sub(part, text)
+
+
+def main() -> int:
+    """Write or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if README.md differs")
+    arguments = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    fresh = rewritten(text)
+    if arguments.check:
+        if fresh != text:
+            print("README.md differs from the records: run benchmarks/report.py", file=sys.stderr)
+        return int(fresh != text)
+    readme.write_text(fresh)
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    for name, plot in PLOT_FILES.items():
+        # only what README.md shows
+        if name in text:
+            plot(PLOTS / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
