@@ -2,6 +2,7 @@
 // there is no GPU. Warp operations and barriers hand the processor on until all of their threads have arrived.
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,13 +13,19 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(x)
+#define __launch_bounds__(...)
 #define __shared__ static
+#define DYNAMIC_SHARED(type, name) static type* const name = (type*)emulator::dynamic_shared
 
 struct Index { int x, y, z; };
 struct float2 { float x, y; };
+struct uint2 { uint32_t x, y; };
+struct uint4 { uint32_t x, y, z, w; };
+using std::max;
+using std::min;
 
 namespace emulator {
+alignas(16) inline char dynamic_shared[1 << 18];
 struct Barrier {
   int arrived = 0, generation = 0;
 };
@@ -72,6 +79,54 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int offset) {
   emulator::wait_warp();
   return other;
 }
+inline bool __any_sync(unsigned, bool value) {
+  emulator::words(emulator::current)[0] = value;
+  emulator::wait_warp();
+  bool any = false;
+  for (int i = 0; i < 32; i++) any |= emulator::words(emulator::current / 32 * 32 + i)[0] != 0;
+  emulator::wait_warp();
+  return any;
+}
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t both = (uint64_t)y << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return result;
+}
+
+// what the sources define themselves on a GPU
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float log2_fast(float x) { return std::log2(x); }
+inline uint32_t half_bits(float x) { const _Float16 y = (_Float16)x; uint16_t bits; memcpy(&bits, &y, 2); return bits; }
+inline uint32_t pack_half(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline uint32_t dot_bytes(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 0xFF) * (b >> i & 0xFF);
+  return c;
+}
+inline uint32_t shared_address(const void* p) { return (uint32_t)((const char*)p - emulator::dynamic_shared); }
+inline uint32_t load_shared(uint32_t address) { uint32_t x; memcpy(&x, emulator::dynamic_shared + address, 4); return x; }
+// an 8-bit float with E exponent bits
+template <int E> float of_byte(uint32_t x) {
+  const int mantissa_bits = 7 - E, bias = (1 << (E - 1)) - 1, exponent = x >> mantissa_bits & ((1 << E) - 1);
+  const float mantissa = (float)(x & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits);
+  const float size = exponent ? std::ldexp(1 + mantissa, exponent - bias) : std::ldexp(mantissa, 1 - bias);
+  return x & 0x80 ? -size : size;
+}
+template <int E> void unpack_bytes(uint32_t word, uint32_t& low, uint32_t& high) {
+  low = pack_half(of_byte<E>(word & 0xFF), of_byte<E>(word >> 8 & 0xFF));
+  high = pack_half(of_byte<E>(word >> 16 & 0xFF), of_byte<E>(word >> 24));
+}
+// 8x8 matrix of 16-bit elements: lane 4 i + j holds row i, columns 2 j and 2 j + 1
+inline uint32_t transpose(uint32_t x) {
+  const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
+  emulator::words(emulator::current)[0] = x;
+  emulator::wait_warp();
+  uint32_t result = 0;
+  for (int i = 0; i < 2; i++)
+    result |= (emulator::words(warp + 4 * (2 * quad + i) + row / 2)[0] >> 16 * (row % 2) & 0xFFFF) << 16 * i;
+  emulator::wait_warp();
+  return result;
+}
 // 10 bits of mantissa, to nearest, ties away from zero
 inline uint32_t tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1FFFu; }
 inline float of_half(uint16_t x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
@@ -89,6 +144,24 @@ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
       const float x = __uint_as_float(emulator::words(warp + 4 * row + k % 4)[i / 2 + k / 4 * 2]);
       const float y = __uint_as_float(emulator::words(warp + 4 * column + k % 4)[4 + k / 4]);
       c[i] += x * y;
+    }
+  }
+  emulator::wait_warp();
+}
+
+// m16n8k16, f32 += f16 * f16
+inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
+  const uint32_t operands[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(emulator::words(emulator::current), operands, sizeof operands);
+  emulator::wait_warp();
+  for (int i = 0; i < 4; i++) {
+    const int column = 2 * quad + i % 2;
+    for (int k = 0; k < 16; k++) {
+      const int owner = k % 8 / 2, upper = k / 8, shift = 16 * (k % 2);
+      const uint32_t x = emulator::words(warp + 4 * row + owner)[i / 2 + 2 * upper] >> shift;
+      const uint32_t y = emulator::words(warp + 4 * column + owner)[4 + upper] >> shift;
+      c[i] += of_half((uint16_t)x) * of_half((uint16_t)y);
     }
   }
   emulator::wait_warp();

@@ -8,12 +8,12 @@ core operands are loaded straight into their fragments, which Triton cannot expr
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from vllm_novakv.ops import nvrtc
 from vllm_novakv.ops.tables import PackedHistory
 
 MAX_ROWS = 8
@@ -25,13 +25,7 @@ _THREADS = 128
 
 def is_supported(device: torch.device, rows: int) -> bool:
     """Whether the kernel runs on a device for query tiles of this many rows."""
-    return (
-        device.type == "cuda"
-        and rows == MAX_ROWS
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)
-        and hasattr(torch.cuda, "_compile_kernel")
-    )
+    return rows == MAX_ROWS and nvrtc.is_available(device, (8, 9))
 
 
 def launch_history(
@@ -105,7 +99,7 @@ def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int,
         "ROWS": MAX_ROWS,
         "HAS_CAP": int(has_cap),
     }
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+    return nvrtc.source_text(_SOURCE, constants)
 
 
 @cache
@@ -118,14 +112,9 @@ def _compiled(
     band_block: int,
     has_cap: bool,
     device: torch.device,
-) -> Callable[..., None]:
-    with torch.cuda.device(device):
-        kernel = torch.cuda._compile_kernel(
-            source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap), "decode_history"
-        )
-        if _shared_bytes(size) >= 48 * 1024:
-            kernel.set_shared_memory_config(_shared_bytes(size))
-    return kernel
+) -> nvrtc.Kernel:
+    text = source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap)
+    return nvrtc.compile_kernel(text, "decode_history", device, _shared_bytes(size))
 
 
 def _shared_bytes(size: int) -> int:

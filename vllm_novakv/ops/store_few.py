@@ -7,14 +7,13 @@ ops/store_few.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
-from vllm_novakv.ops import store_search
+from vllm_novakv.ops import nvrtc
 from vllm_novakv.ops.tables import KernelTables
 
 MAX_TOKENS = 512
@@ -27,9 +26,8 @@ _INPUT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 def is_supported(num_slots: int, band_cache: torch.Tensor) -> bool:
     """Whether the kernel stores this many tokens to a band of this type and device."""
-    return (
-        num_slots <= MAX_TOKENS and band_cache.dtype == torch.bfloat16 and store_search.is_supported(band_cache.device)
-    )
+    is_small = num_slots <= MAX_TOKENS and band_cache.dtype == torch.bfloat16
+    return is_small and nvrtc.is_available(band_cache.device, (8, 0))
 
 
 def launch_store(
@@ -47,7 +45,7 @@ def launch_store(
     kernel = _compiled(size, key.dtype, band_cache.shape[2], key.device)
     kernel(
         grid=(-(-num_slots // _TILE), heads, 2),
-        block=(32 * num_warps(size), 1, 1),
+        block=(32 * _num_warps(size), 1, 1),
         args=[
             key,
             value,
@@ -60,43 +58,35 @@ def launch_store(
             tables.search_centroids,
             tables.search_half_norms,
             codec.value_transform,
-            *integers(key, value, history_cache, band_cache, num_slots),
+            num_slots,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            # in 16 bytes, so that 32 bits suffice
+            history_cache.stride(0) // 16,
+            history_cache.stride(1) // 16,
+            *band_cache.stride()[:3],
         ],
+        shared_mem=0,
     )
 
 
-def integers(
-    key: torch.Tensor, value: torch.Tensor, history_cache: torch.Tensor, band_cache: torch.Tensor, num_slots: int
-) -> list[int]:
-    """The kernel's integer arguments: 32 bits each, so the history's strides are in 16 bytes."""
-    return [
-        num_slots,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        history_cache.stride(0) // 16,
-        history_cache.stride(1) // 16,
-        *band_cache.stride()[:3],
-    ]
-
-
-def num_warps(size: int) -> int:
+def _num_warps(size: int) -> int:
     """Warps of a block: one for 8 columns of a transform, 16 at most."""
     return min(16, size // 8)
 
 
 def source(size: int, dtype: torch.dtype, band_block_tokens: int) -> str:
     """The kernel's source for one head size, one type of keys and values, and the band's block size."""
-    constants = {
+    constants: dict[str, int | str] = {
         "D": size,
-        "WARPS": num_warps(size),
+        "WARPS": _num_warps(size),
         "TYPE": _INPUT_TYPES[dtype],
         "STEP": f"{VALUE_STEP}f",
         "BAND_BLOCK": band_block_tokens,
     }
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+    return nvrtc.source_text(_SOURCE, constants)
 
 
 @cache
-def _compiled(size: int, dtype: torch.dtype, band_block_tokens: int, device: torch.device) -> Callable[..., None]:
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(source(size, dtype, band_block_tokens), "store_few")
+def _compiled(size: int, dtype: torch.dtype, band_block_tokens: int, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.compile_kernel(source(size, dtype, band_block_tokens), "store_few", device)

@@ -18,11 +18,13 @@ typedef unsigned long long u64;
 #define TOKENS (16 * TILES)
 #define BF16_MAX 3.3895313892515355e38f
 
+#ifndef EMULATED
 __device__ __forceinline__ u32 tf32(float x) { u32 y; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 // bits of x clamped and rounded to bf16, to nearest even
 __device__ __forceinline__ u32 bf16_bits(float x) {
   const u32 bits = __float_as_uint(fminf(fmaxf(x, -BF16_MAX), BF16_MAX));
@@ -82,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
 #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         float c[4] = {-norms.x, -norms.y, -norms.x, -norms.y};
-        multiply(c, a[tile], b);
+        multiply(c, a[tile], b, b);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int own = 2 * tile + k / 2;

@@ -7,12 +7,12 @@ four; see ops/store_search.cu.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from vllm_novakv.ops import nvrtc
 from vllm_novakv.ops.tables import KernelTables
 
 _TILES, _WARPS = 4, 8
@@ -23,12 +23,7 @@ _SOURCE = Path(__file__).with_suffix(".cu")
 
 def is_supported(device: torch.device) -> bool:
     """Whether the kernel runs on a device."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and hasattr(torch.cuda, "_compile_kernel")
-    )
+    return nvrtc.is_available(device, (8, 0))
 
 
 def launch_search(
@@ -56,16 +51,15 @@ def launch_search(
             history_cache.stride(0) // 16,
             history_cache.stride(1) // 16,
         ],
+        shared_mem=0,
     )
 
 
 def source(size: int) -> str:
     """The kernel's source for one head size."""
-    constants = {"D": size, "TILES": _TILES, "WARPS": _WARPS}
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + _SOURCE.read_text()
+    return nvrtc.source_text(_SOURCE, {"D": size, "TILES": _TILES, "WARPS": _WARPS})
 
 
 @cache
-def _compiled(size: int, device: torch.device) -> Callable[..., None]:
-    with torch.cuda.device(device):
-        return torch.cuda._compile_kernel(source(size), "store_search")
+def _compiled(size: int, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.compile_kernel(source(size), "store_search", device)

@@ -1,0 +1,111 @@
+"""The CUDA C++ kernels on a CPU, at tiny sizes; on a GPU, test_triton_ops.py runs them for real."""
+
+import pytest
+import torch
+from codec_samples import sample_codec, sample_keys, sample_values
+from cuda_emulator import emulated_cuda  # noqa: F401
+from ops_scenario import (
+    BAND_BLOCK,
+    HAS_GPU,
+    Scenario,
+    build,
+    dense_attention,
+    interpreted_without_gpu,
+    poisoned_pages,
+    relative_error,
+)
+
+from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
+from vllm_novakv.codec.quantizer import unpack_records
+from vllm_novakv.ops import reference, store_few
+
+pytest.importorskip("triton", reason="Triton is not installed")
+with interpreted_without_gpu():
+    from vllm_novakv.ops import paged_decode as decode_op
+    from vllm_novakv.ops import store as store_op
+    from vllm_novakv.ops.tables import KernelTables, PackedHistory
+
+pytestmark = [
+    pytest.mark.usefixtures("emulated_cuda"),
+    pytest.mark.skipif(HAS_GPU, reason="the kernels are run for real on a GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(Scenario((1, 17, 130, 300), num_kv_heads=1), id="mixed-lengths"),
+        pytest.param(Scenario((520,), num_kv_heads=1, group=3, head_size=128), id="gqa3-hs128"),
+        pytest.param(Scenario((140,), num_kv_heads=1, group=7, head_size=256), id="gqa7-hs256"),
+        pytest.param(Scenario((131, 260), num_kv_heads=1, layout="BLHNC", page_padding=256), id="block-outermost"),
+        pytest.param(Scenario((200, 150), num_kv_heads=1, drop_band=(0,)), id="missing-band-blocks"),
+        pytest.param(Scenario((150, 40), num_kv_heads=1, cap=20.0, has_sinks=True), id="cap-and-sinks"),
+        pytest.param(
+            Scenario((150, 40), num_kv_heads=1, dtype=torch.float16, fp8="float8_e5m2", head_size=128), id="fp16-e5m2"
+        ),
+    ],
+)
+def test_decode_equals_dense_attention(scenario):
+    batch = build(scenario)
+    history = PackedHistory(batch.history_cache, batch.codec, KernelTables.build(batch.codec))
+    arguments = (
+        batch.band_cache, batch.history_table, batch.band_table, batch.seq_lens, batch.prompt_lens, *batch.options
+    )  # fmt: skip
+    output = torch.full(batch.query.shape, torch.nan)
+    decode_op.paged_decode(batch.query, history, *arguments, output=output, splits=2, use_cuda=True)
+    exact = dense_attention(batch, torch.float64)
+    type_error = relative_error(dense_attention(batch, scenario.dtype), exact)
+    assert torch.isfinite(output).all()
+    assert relative_error(output, exact) <= 2 * type_error + 1e-3
+    plain = reference.QuantizedHistory(batch.history_cache, batch.codec)
+    assert relative_error(output, reference.paged_decode(batch.query, plain, *arguments)) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "size", "dtype", "fp8", "is_one_launch"),
+    [
+        pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="one-launch-tok19-kv2-hs128"),
+        pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="one-launch-tok5-kv1-hs64-fp16"),
+        pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="one-launch-tok3-kv1-hs256-fp32"),
+        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="search-tok70-kv1-hs64"),
+        pytest.param(9, 1, 128, torch.float16, "float8_e5m2", False, id="search-tok9-kv1-hs128-fp16"),
+    ],
+)
+def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_one_launch):
+    monkeypatch.setattr(store_few, "MAX_TOKENS", 512 if is_one_launch else 0)
+    codec = sample_codec(heads, size, fp8=fp8, num_centroids=200)
+    key = sample_keys(codec, num_tokens).to(dtype)
+    value = sample_values(codec, num_tokens).to(dtype)
+    # rows of a fused projection: not contiguous
+    key, value = torch.cat([key, value], 1).split(heads, dim=1)
+    slots = torch.randperm(2 * BLOCK_TOKENS, generator=torch.Generator().manual_seed(0))[:num_tokens] + BLOCK_TOKENS
+    band_slots = torch.arange(num_tokens) + BAND_BLOCK
+    slots[1], band_slots[1], band_slots[2] = -1, -1, 3
+    slots[num_tokens - 1] = 7
+    caches = [
+        (
+            poisoned_pages(3, heads, BLOCK_TOKENS, codec.layout.record_bytes, "BLHNC", 256, torch.uint8, "cpu"),
+            poisoned_pages(num_tokens // 16 + 3, heads, 16, 2 * size, "BLHNC", 256, torch.bfloat16, "cpu"),
+        )
+        for _ in range(2)
+    ]
+    reference.store(key, value, *caches[0], slots, band_slots, codec)
+    store_op.store(key, value, *caches[1], slots, band_slots, KernelTables.build(codec), use_cuda=True)
+    assert torch.equal(caches[0][1].view(torch.int16), caches[1][1].view(torch.int16))
+    is_stored = slots >= BLOCK_TOKENS
+    expected, actual = (records(cache, slots[is_stored], codec.layout) for cache, _ in caches)
+    for a, e in zip(actual, expected, strict=True):
+        # f32 sums in another order: a value on a code's border, or a scale between two bf16 numbers
+        assert (a != e).double().mean() < 2e-3
+    # nothing else was written
+    offsets = record_byte_offsets(codec.layout)
+    for cache, _ in caches:
+        for slot in slots[is_stored].tolist():
+            cache.flatten(2)[slot // BLOCK_TOKENS, :, offsets[slot % BLOCK_TOKENS]] = 0
+    assert torch.equal(caches[0][0], caches[1][0])
+
+
+def records(cache, slots, layout):
+    blocks = cache.flatten(2)[slots // BLOCK_TOKENS]
+    index = record_byte_offsets(layout)[slots % BLOCK_TOKENS][:, None, :].expand(-1, cache.shape[1], -1)
+    return unpack_records(blocks.gather(2, index), layout)
