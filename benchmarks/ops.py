@@ -152,7 +152,7 @@ def measure_decode(case: str, tables: KernelTables, copy: float) -> dict[str, An
         query[:2], plain, band, table[:2], band_table[:2], seq_lens[:2], prompt_lens[:2], *options
     )
     record_bytes = num_requests * length * KV_HEADS * tables.codec.layout.record_bytes
-    result: dict[str, Any] = {"splits": decode_op.num_splits(num_requests, KV_HEADS, DEVICE)}
+    result: dict[str, Any] = {"splits": decode_op.num_splits(num_requests, KV_HEADS, SIZE, DEVICE)}
     for name, use_cuda in (("triton", False), ("cuda", True)):
         run(use_cuda)
         error = check(output[:2], expected)

@@ -19,7 +19,7 @@
 //   - the maximum is shared among lanes, and the output rescaled, only when some lane has a larger one
 //
 // Macros: D head size, E5M2 type of the centroids, SINK, RECENT, PROMPT_RECENT, BAND_BLOCK, ROWS query rows in memory,
-// HAS_CAP.
+// HAS_CAP, RESIDENT blocks of a multiprocessor.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_indices(Indices& x, const u8* block, int to
       x.v[half][i] = __ldg((const uint4*)(block + (token + 8 * half) * GROUPS) + i);
 }
 
-extern "C" __global__ void __launch_bounds__(128, D == 256 ? 2 : 3) decode_history(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_history(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
     const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int block_stride_16, int head_stride_16,
     int block_table_stride, int band_table_stride, int num_parts, int scale_bits, int cap_bits) {

@@ -19,6 +19,9 @@ from vllm_novakv.ops.tables import PackedHistory
 MAX_ROWS = 8
 """Query heads per KV head that the kernel serves."""
 
+RESIDENT = {64: 4, 128: 3, 256: 2}
+"""Blocks that run on a multiprocessor at the same time, by head size: as many as their registers admit."""
+
 _SOURCE = Path(__file__).with_suffix(".cu")
 _THREADS = 128
 
@@ -98,6 +101,7 @@ def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int,
         "BAND_BLOCK": band_block,
         "ROWS": MAX_ROWS,
         "HAS_CAP": int(has_cap),
+        "RESIDENT": RESIDENT[size],
     }
     return nvrtc.source_text(_SOURCE, constants)
 

@@ -4,13 +4,14 @@
 
 Three launches, whose grids depend on shapes alone:
 
-1. fold and band, (request, KV head, part): part 0 is q R_K^{-T} in fp16 relative to its largest element, and q·k̄; the
-   others are the exact keys, split further where the batch is too small to fill the GPU.
+1. fold and band, (request, KV head, part): part 0 is q R_K^{-T} in fp16 relative to its largest element, and q·k̄, of
+   several requests in a large batch; the others are the exact keys, split further where the batch is too small to fill
+   the GPU.
 2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
    logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
    CUDA kernel of ops/decode_history.py takes this launch's place.
-3. merge, (request, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
+3. merge, (requests, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
 Partial results are [request, KV head, part, query head, dim]: the history's splits, then the band's.
 """
@@ -46,12 +47,11 @@ from vllm_novakv.ops.tiles import (
 MAX_SPLITS = 16
 _SPLIT_CHOICES = (1, 2, 3, 4, 6, 8, 12, MAX_SPLITS)
 MAX_BAND_PARTS = 4
-_RESIDENT = 3
-"""History programs that run on a multiprocessor at the same time."""
 _SPLIT_COST = 0.003
 """Time of one more split (its codebook, its share of the merge), in units of one program's time for a whole context."""
 
 _MIN_QUERY_ROWS = 8
+_MIN_GROUP_ROWS, _TILE_ROWS = 4, 16
 _MAX_GROUP = 16
 
 
@@ -86,11 +86,13 @@ class DecodeWorkspace:
         pairs = max_requests * num_kv_heads
         counts = range(1, max_requests + 1)
         parts = num_kv_heads * max(
-            n * (num_splits(n, num_kv_heads, device) + num_band_parts(n, num_kv_heads, device)) for n in counts
+            n * (num_splits(n, num_kv_heads, head_size, device) + num_band_parts(n, num_kv_heads, device))
+            for n in counts
         )
         return cls(
-            folded=torch.empty(pairs * rows * head_size, dtype=torch.float16, device=device),
-            row_scales=torch.empty(2 * pairs * rows, dtype=torch.float32, device=device),
+            # rows of no query head stay zero
+            folded=torch.zeros(pairs * rows * head_size, dtype=torch.float16, device=device),
+            row_scales=torch.zeros(2 * pairs * rows, dtype=torch.float32, device=device),
             partial_output=torch.empty(parts * rows * head_size, dtype=torch.float32, device=device),
             partial_weights=torch.empty(2 * parts * rows, dtype=torch.float32, device=device),
         )
@@ -101,13 +103,13 @@ def query_rows(num_heads: int, num_kv_heads: int) -> int:
     return max(_MIN_QUERY_ROWS, triton.next_power_of_2(num_heads // num_kv_heads))
 
 
-def num_splits(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
+def num_splits(num_requests: int, num_kv_heads: int, head_size: int, device: torch.device) -> int:
     """Parts of each request's context: a function of the batch's shape alone, so that a CUDA graph can hold it.
 
     The number whose programs take the least time: their waves, each as long as its share of the context, and the
     splits' own cost.
     """
-    pairs, slots = num_requests * num_kv_heads, _RESIDENT * _processors(device)
+    pairs, slots = num_requests * num_kv_heads, decode_history.RESIDENT[head_size] * _processors(device)
     return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) / n + _SPLIT_COST * n)
 
 
@@ -120,8 +122,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@triton.jit
+def _row_of(M: tl.constexpr, REQUESTS: tl.constexpr):
+    """Request, among those of a program, and query head of each of M rows; heads are padded to a power of two."""
+    i = tl.arange(0, M)
+    return i // (M // REQUESTS), i % (M // REQUESTS)
+
+
 @triton.jit(
-    do_not_specialize=["band_table_stride", "num_parts"],
+    do_not_specialize=["band_table_stride", "num_requests", "num_parts"],
     do_not_specialize_on_alignment=["band_table_ptr", "seq_lens_ptr", "prompt_lens_ptr"],
 )
 def _fold_band_kernel(
@@ -142,6 +151,7 @@ def _fold_band_kernel(
     band_stride_h,
     band_stride_t,
     band_table_stride,
+    num_requests,
     num_parts,
     scale,
     cap,
@@ -154,28 +164,31 @@ def _fold_band_kernel(
     D: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
     BAND_PARTS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    M: tl.constexpr,
     N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + r)
-    if seq_len <= 0:
-        return
     L: tl.constexpr = D // 4
     K: tl.constexpr = 32
-    pair = r * tl.num_programs(1) + h
-    g = tl.arange(0, ROWS)
+    h = tl.program_id(1)
     d = tl.arange(0, D)
     k = tl.arange(0, K)
-    is_row = g < G
-    query_rows_ptr = query_ptr + r * query_stride_t + (h * G + g)[:, None].to(tl.int64) * query_stride_h
 
     if tl.program_id(2) == 0:
-        # 1. q R_K^{-T} and q·k̄
-        folded = tl.zeros([ROWS, D], tl.float32)
-        offset = tl.zeros([ROWS], tl.float32)
+        # 1. q R_K^{-T} and q·k̄, of several requests where one would not fill a tile
+        first_request = tl.program_id(0) * REQUESTS
+        if first_request >= num_requests:
+            return
+        own, g = _row_of(M, REQUESTS)
+        request = (first_request + own).to(tl.int64)
+        is_row = (g < G) & (request < num_requests)
+        is_row &= tl.load(seq_lens_ptr + request, mask=is_row, other=0) > 0
+        query_rows_ptr = query_ptr + (request * query_stride_t + (h * G + g) * query_stride_h)[:, None]
+        folded = tl.zeros([M, D], tl.float32)
+        offset = tl.zeros([M], tl.float32)
         for first in tl.static_range(0, D, K):
-            # [ROWS, K], [K, D]
+            # [M, K], [K, D]
             elements = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
             mean = tl.load(mean_ptr + h * D + first + k)
             inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
@@ -183,12 +196,21 @@ def _fold_band_kernel(
             offset += tl.sum(elements * mean[None, :], 1)
         largest = tl.max(tl.abs(folded), 1)
         largest = tl.where(largest > 0.0, largest, 1.0)
-        # planes by element of the group: [4, ROWS, L]
-        place = (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
-        tl.store(folded_ptr + pair * ROWS * D + place, (folded / largest[:, None]).to(tl.float16))
-        tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest)
-        tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset)
+        # planes by element of the group: [4, ROWS, L]; rows of no head keep the zeros of a new workspace
+        pair = request * tl.num_programs(1) + h
+        place = pair[:, None] * (ROWS * D) + (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
+        tl.store(folded_ptr + place, (folded / largest[:, None]).to(tl.float16), mask=is_row[:, None])
+        tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest, mask=is_row)
+        tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset, mask=is_row)
     else:
+        r = tl.program_id(0).to(tl.int64)
+        seq_len = tl.load(seq_lens_ptr + r)
+        if seq_len <= 0:
+            return
+        pair = r * tl.num_programs(1) + h
+        g = tl.arange(0, ROWS)
+        is_row = g < G
+        query_rows_ptr = query_ptr + r * query_stride_t + (h * G + g)[:, None].to(tl.int64) * query_stride_h
         # 2. exact keys: [sink | recent], places past the sequence or listed twice are masked
         q = tl.load(query_rows_ptr + d[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
         window = tl.where(seq_len <= tl.load(prompt_lens_ptr + r), PROMPT_RECENT, RECENT)
@@ -341,7 +363,7 @@ def _history_kernel(
         tl.store(output_ptr + 192, 4.0 * out3 - value_offset)
 
 
-@triton.jit(do_not_specialize=["splits", "num_parts"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit(do_not_specialize=["num_requests", "splits", "num_parts"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     partial_ptr,
     weights_ptr,
@@ -351,35 +373,35 @@ def _merge_kernel(
     output_ptr,
     output_stride_t,
     output_stride_h,
+    num_requests,
     splits,
     num_parts,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     G: tl.constexpr,
-    G_PADDED: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    M: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BAND_PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pair = r * tl.num_programs(1) + h
-    CHUNK: tl.constexpr = 8192 // (G_PADDED * D)
-    g = tl.arange(0, G_PADDED)
+    h = tl.program_id(1)
+    CHUNK: tl.constexpr = 8192 // (M * D)
+    own, g = _row_of(M, REQUESTS)
+    request = (tl.program_id(0) * REQUESTS + own).to(tl.int64)
     d = tl.arange(0, D)
     column = tl.arange(0, COLUMNS)
-    is_row = g < G
-    head_ptr = output_ptr + r * output_stride_t + (h * G + g)[:, None].to(tl.int64) * output_stride_h
-    if tl.load(seq_lens_ptr + r) <= 0:
-        for first in tl.static_range(0, D, COLUMNS):
-            zeros = tl.zeros([G_PADDED, COLUMNS], tl.float32).to(output_ptr.dtype.element_ty)
-            tl.store(head_ptr + first + column[None, :], zeros, mask=is_row[:, None])
-        return
+    is_written = (g < G) & (request < num_requests)
+    # a padded row yields zeros
+    is_row = is_written & (tl.load(seq_lens_ptr + request, mask=is_written, other=0) > 0)
+    pair = request * tl.num_programs(1) + h
+    head_ptr = output_ptr + (request * output_stride_t + (h * G + g) * output_stride_h)[:, None]
 
-    # 1. weights of the parts: [G_PADDED, PARTS]
+    # 1. weights of the parts: [M, PARTS]
     part = tl.arange(0, PARTS)
-    part_ptr = weights_ptr + (pair * num_parts + part)[None, :] * 2 * ROWS + g[:, None]
-    is_part = (part < num_parts)[None, :]
+    part_ptr = weights_ptr + (pair[:, None] * num_parts + part[None, :]) * 2 * ROWS + g[:, None]
+    is_part = (part < num_parts)[None, :] & is_row[:, None]
     m = tl.load(part_ptr, mask=is_part, other=MASKED)
     total = tl.load(part_ptr + ROWS, mask=is_part, other=0.0)
     top = tl.max(tl.where(total > 0.0, m, MASKED), 1)
@@ -391,18 +413,20 @@ def _merge_kernel(
         denominator += tl.exp2(sink - top)
     denominator = tl.where(denominator > 0.0, denominator, 1.0)
 
-    # 2. history: [G_PADDED, D] in the rotated basis
-    history = tl.zeros([G_PADDED, D], tl.float32)
+    # 2. history: [M, D] in the rotated basis
+    history = tl.zeros([M, D], tl.float32)
     for first in range(0, splits, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
-        chunk_ptr = weights_ptr + (pair * num_parts + chunk)[:, None] * 2 * ROWS + g[None, :]
+        # [CHUNK, M]
+        entry = pair[None, :] * num_parts + chunk[:, None]
         is_full = (chunk < splits)[:, None] & is_row[None, :]
+        chunk_ptr = weights_ptr + entry * 2 * ROWS + g[None, :]
         chunk_total = tl.load(chunk_ptr + ROWS, mask=is_full, other=0.0)
         is_full &= chunk_total > 0.0
         weight = tl.where(is_full, tl.exp2(tl.load(chunk_ptr, mask=is_full, other=MASKED) - top[None, :]), 0.0)
-        # [CHUNK, G_PADDED, D]
-        values_ptr = partial_ptr + (pair * num_parts + chunk)[:, None, None] * ROWS * D
-        values = tl.load(values_ptr + g[None, :, None] * D + d[None, None, :], mask=is_full[:, :, None], other=0.0)
+        # [CHUNK, M, D]
+        values_ptr = partial_ptr + (entry * ROWS + g[None, :])[:, :, None] * D + d[None, None, :]
+        values = tl.load(values_ptr, mask=is_full[:, :, None], other=0.0)
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
@@ -412,13 +436,14 @@ def _merge_kernel(
         rotated = tl.dot(history, rotation, input_precision="tf32x3")
         for i in tl.static_range(BAND_PARTS):
             band = pair * num_parts + splits + i
-            band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g)
-            band_m = tl.load(weights_ptr + band * 2 * ROWS + g)
-            band_weight = tl.where(band_total > 0.0, tl.exp2(band_m - top), 0.0)
-            exact = tl.load(partial_ptr + band * ROWS * D + g[:, None] * D + (first + column)[None, :])
-            rotated += exact * band_weight[:, None]
+            band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g, mask=is_row, other=0.0)
+            is_band = is_row & (band_total > 0.0)
+            band_m = tl.load(weights_ptr + band * 2 * ROWS + g, mask=is_band, other=MASKED)
+            band_weight = tl.where(is_band, tl.exp2(band_m - top), 0.0)
+            exact_ptr = partial_ptr + (band * ROWS + g)[:, None] * D + (first + column)[None, :]
+            rotated += tl.load(exact_ptr, mask=is_band[:, None], other=0.0) * band_weight[:, None]
         result = rotated / denominator[:, None]
-        tl.store(head_ptr + (first + column)[None, :], result.to(output_ptr.dtype.element_ty), mask=is_row[:, None])
+        tl.store(head_ptr + (first + column)[None, :], result.to(output_ptr.dtype.element_ty), mask=is_written[:, None])
 
 
 def paged_decode(
@@ -478,9 +503,12 @@ def paged_decode(
         raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
     rows = query_rows(num_heads, num_kv_heads)
     if splits is None:
-        splits = num_splits(num_requests, num_kv_heads, query.device)
+        splits = num_splits(num_requests, num_kv_heads, head_size, query.device)
     band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
     num_parts = splits + band_parts
+    padded_group = max(_MIN_GROUP_ROWS, triton.next_power_of_2(group))
+    # where the batch fills the GPU, requests share a program's tile and what it reads of the transforms
+    requests = 1 if band_parts > 1 else max(1, _TILE_ROWS // padded_group)
     if workspace is None:
         workspace = DecodeWorkspace.allocate(num_requests * num_parts, num_heads, num_kv_heads, head_size, query.device)
     parts = num_requests * num_kv_heads * num_parts
@@ -509,6 +537,7 @@ def paged_decode(
         query.stride(1),
         *band_cache.stride()[:3],
         band_block_table.stride(0),
+        num_requests,
         num_parts,
         scale,
         logits_soft_cap,
@@ -521,6 +550,8 @@ def paged_decode(
         D=head_size,
         BAND_BLOCK=band_cache.shape[2],
         BAND_PARTS=band_parts,
+        REQUESTS=requests,
+        M=requests * padded_group,
         N=fold.tokens,
         PRECISION="tf32" if is_half else "ieee",
         num_warps=fold.warps,
@@ -580,7 +611,7 @@ def paged_decode(
             num_warps=history_launch.warps,
             num_stages=history_launch.stages,
         )
-    _merge_kernel[(num_requests, num_kv_heads)](
+    _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads)](
         workspace.partial_output,
         workspace.partial_weights,
         tables.codec.value_transform,
@@ -589,12 +620,14 @@ def paged_decode(
         output,
         output.stride(0),
         output.stride(1),
+        num_requests,
         splits,
         num_parts,
         PARTS=triton.next_power_of_2(MAX_SPLITS + MAX_BAND_PARTS),
         HAS_SINKS=sinks is not None,
         G=group,
-        G_PADDED=triton.next_power_of_2(group),
+        REQUESTS=requests,
+        M=requests * padded_group,
         ROWS=rows,
         D=head_size,
         BAND_PARTS=band_parts,
