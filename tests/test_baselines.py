@@ -6,23 +6,23 @@ import pytest
 import torch
 from codec_samples import moment, sample_codec, sample_keys, sample_values
 
-from vllm_novakv.codec.quantizer import decode_keys, encode_keys
-from vllm_novakv.evaluation.baselines import BASELINES, LayerStatistics, bits_per_element
-from vllm_novakv.evaluation.baselines.nova import NovaKV
-from vllm_novakv.evaluation.baselines.rotations import (
+from vllm_novakv.baselines import BASELINES, AttentionMoments, LayerStatistics, bits_per_element
+from vllm_novakv.baselines.nova import NovaKV
+from vllm_novakv.baselines.rotations import (
     bit_reversal,
     hadamard_rotation,
     oscar_rotation,
     random_rotation,
     rotate,
 )
-from vllm_novakv.evaluation.baselines.scalar import (
+from vllm_novakv.baselines.scalar import (
     clip_percentile,
     lloyd_max_levels,
     quantize_gaussian,
     quantize_min_max,
 )
-from vllm_novakv.evaluation.baselines.scalar_methods import Fp8, Kivi, NaiveInt2, Oscar, QuaRot, TurboQuant
+from vllm_novakv.baselines.scalar_methods import Fp8, Kivi, NaiveInt2, Oscar, QuaRot, TurboQuant
+from vllm_novakv.codec.quantizer import decode_keys, encode_keys
 
 
 def gaussian(*shape, seed=0):
@@ -36,11 +36,11 @@ def relative_error(x, quantized):
 @pytest.fixture(scope="module")
 def layer():
     codec = sample_codec(head_size=64)
-    return LayerStatistics(
+    moments = AttentionMoments(
         query_moment=moment(gaussian(512, 2, 64, seed=1).double()),
         output_moment=moment(gaussian(512, 2, 64, seed=2).double()),
-        codec=codec,
     )
+    return LayerStatistics(64, moments, codec)
 
 
 # distortion and outermost level from Max (1960), table I
@@ -218,9 +218,10 @@ def test_symmetric_values_have_the_gaussian_distortion_of_a_uniform_quantizer(la
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_every_method_keeps_shape_and_dtype_and_names_its_paper(name, layer):
-    method = BASELINES[name](layer)
+    method = BASELINES[name].build(layer)
     assert method.name == name
     assert method.paper.startswith("arXiv ")
+    assert vars(method.to(torch.device("meta"))).keys() == vars(method).keys()
     key, value = sample_keys(layer.codec, 33), sample_values(layer.codec, 33)
     for x, quantized in ((key, method.quantize_keys(key)), (value, method.quantize_values(value))):
         assert (quantized.shape, quantized.dtype) == (x.shape, x.dtype)
@@ -247,7 +248,7 @@ def test_every_method_keeps_shape_and_dtype_and_names_its_paper(name, layer):
     ],
 )
 def test_bits_per_element_at_head_size_64(name, bits, layer):
-    assert bits_per_element(BASELINES[name](layer)) == bits
+    assert bits_per_element(BASELINES[name].build(layer)) == bits
 
 
 def test_bits_per_element_of_the_paper():

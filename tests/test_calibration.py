@@ -14,6 +14,7 @@ from tiny_model import random_text, save_tiny_llama
 from torch import Tensor
 
 from vllm_novakv.artifact import MANIFEST_NAME, TENSORS_NAME, load
+from vllm_novakv.baselines.moments import load_moments
 from vllm_novakv.calibration import pipeline
 from vllm_novakv.calibration.command import main
 from vllm_novakv.calibration.moments import LayerMoments, chunk_moments
@@ -26,9 +27,9 @@ from vllm_novakv.calibration.pipeline import (
     sample_positions,
     value_error,
 )
-from vllm_novakv.codec import quantizer
+from vllm_novakv.codec import quantizer, transform
 from vllm_novakv.codec.quantizer import LayerCodec
-from vllm_novakv.fingerprint import check_artifact_matches, fingerprint_model
+from vllm_novakv.fingerprint import check_artifact_matches, check_same_model, fingerprint_model
 
 HEAD_SIZE = 64
 SMALL = {"num_centroids": 16, "num_tokens": 512, "seq_len": 200}
@@ -302,7 +303,7 @@ def test_fit_writes_an_artifact_of_the_model_with_the_same_bytes_for_a_seed(
     tiny_llama: Path, prompts: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    settings = FitSettings(model=str(tiny_llama), prompts=prompts, out=tmp_path / "a", **SMALL)
+    settings = FitSettings(model=str(tiny_llama), prompts=prompts, out=tmp_path / "a", save_moments=True, **SMALL)
     result = fit(settings)
     artifact = load(tmp_path / "a")
     check_artifact_matches(artifact, fingerprint_model(tiny_llama))
@@ -313,7 +314,15 @@ def test_fit_writes_an_artifact_of_the_model_with_the_same_bytes_for_a_seed(
     assert all(0 < figures.relative_logit_error < 1 for figures in artifact.manifest.layers)
     assert not result.is_default_directory
 
-    fit(settings.model_copy(update={"out": tmp_path / "b"}))
+    saved = load_moments(tmp_path / "a-moments")
+    check_same_model(saved.manifest.fingerprint, fingerprint_model(tiny_llama))
+    assert saved.manifest.calibration == artifact.manifest.calibration
+    # the rotation of values follows from the same moments
+    expected = transform.value_transform(saved.layers[1].output_moment).float()
+    torch.testing.assert_close(expected.abs(), artifact.layers[1].value_transform.abs(), atol=1e-3, rtol=0)
+
+    fit(settings.model_copy(update={"out": tmp_path / "b", "save_moments": False}))
+    assert not (tmp_path / "b-moments").exists()
     for name in (MANIFEST_NAME, TENSORS_NAME):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 

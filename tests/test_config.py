@@ -28,6 +28,14 @@ def test_defaults_where_none_are_given():
             {"novakv": {"recent_tokens": 2048}}, "prompt_recent_tokens=1024 is less than recent_tokens=2048", id="order"
         ),
         pytest.param({"novakv": "quantized"}, "must be an object", id="no-object"),
+        pytest.param(
+            {"novakv": {"baseline": "quarot-int2"}},
+            'add "history": "exact" or drop the baseline',
+            id="quantized-baseline",
+        ),
+        pytest.param(
+            {"novakv": {"history": "exact", "baseline": "oscar"}}, "got 'oscar'; choose from naive-int2", id="baseline"
+        ),
     ],
 )
 def test_wrong_settings_are_refused(additional_config, message):

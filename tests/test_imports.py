@@ -18,11 +18,12 @@ MAY_IMPORT_VLLM = ("vllm_novakv.backend", "vllm_novakv.calibration.capture", "vl
 MAY_CALL_VLLM_LATER = (*MAY_IMPORT_VLLM, "vllm_novakv.cli", "vllm_novakv.vllm_launcher")
 REGISTRATION_LIMIT_MS = 50.0
 
-# parts that a part must not know of; imports go codec -> artifact -> ops -> backend -> plugin
+# parts that a part must not know of; imports go codec -> artifact -> baselines -> ops -> backend -> plugin
 FORBIDDEN_PARTS = {
     "codec": {"artifact", "backend", "calibration", "cli", "config", "doctor", "evaluation", "fingerprint", "ops"},
-    "artifact": {"backend", "calibration", "cli", "config", "doctor", "evaluation", "ops", "plugin"},
-    "fingerprint": {"backend", "calibration", "cli", "config", "doctor", "evaluation", "ops", "plugin"},
+    "artifact": {"backend", "baselines", "calibration", "cli", "config", "doctor", "evaluation", "ops", "plugin"},
+    "baselines": {"backend", "calibration", "cli", "config", "doctor", "evaluation", "ops", "plugin"},
+    "fingerprint": {"backend", "baselines", "calibration", "cli", "config", "doctor", "evaluation", "ops", "plugin"},
     "support": {"artifact", "backend", "calibration", "cli", "codec", "doctor", "evaluation", "ops", "plugin"},
     "ops": {"backend", "calibration", "cli", "doctor", "evaluation", "plugin"},
     "backend": {"calibration", "cli", "doctor", "evaluation"},

@@ -56,6 +56,11 @@ class NovaKVConfig(BaseModel):
         default=(), description="Indices of attention layers that stay on vLLM's own backend, in the model's type."
     )
     history: HistoryFormat = Field(default=HistoryFormat.QUANTIZED, description="'exact' is for tests only.")
+    baseline: str | None = Field(
+        default=None,
+        description="Compared method through which keys and values pass on their way into an exact history; for "
+        "measurements only.",
+    )
 
     @field_validator("sink_tokens", "recent_tokens", "prompt_recent_tokens")
     @classmethod
@@ -70,6 +75,26 @@ class NovaKVConfig(BaseModel):
             raise ValueError(
                 f"prompt_recent_tokens={self.prompt_recent_tokens} is less than recent_tokens={self.recent_tokens}; "
                 "raise the first or lower the second"
+            )
+        return self
+
+    @field_validator("baseline")
+    @classmethod
+    def _is_a_known_baseline(cls, value: str | None) -> str | None:
+        if value is not None:
+            # only measurements need the methods, and torch with them
+            from vllm_novakv.baselines import BASELINES
+
+            if value not in BASELINES:
+                raise ValueError(f"got {value!r}; choose from {', '.join(BASELINES)}")
+        return value
+
+    @model_validator(mode="after")
+    def _baseline_needs_an_exact_history(self) -> Self:
+        if self.baseline is not None and self.history is not HistoryFormat.EXACT:
+            raise ValueError(
+                f"baseline={self.baseline!r} writes the keys and values of another method, which the quantized history "
+                'cannot hold; add "history": "exact" or drop the baseline'
             )
         return self
 

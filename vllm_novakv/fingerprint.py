@@ -209,11 +209,26 @@ def resolve_model_dir(model: str, revision: str | None = None) -> Path:
 
 
 def check_artifact_matches(artifact: Artifact, fingerprint: ModelFingerprint) -> None:
-    """Refuse an artifact that was fitted for another model.
+    """Refuse an artifact that was fitted for another model; see `check_same_model`.
 
     Args:
         artifact: the loaded artifact.
         fingerprint: of the model to be served.
+
+    Raises:
+        ArtifactError: a field differs.
+
+    Source: engineering choice.
+    """
+    check_same_model(artifact.manifest.fingerprint, fingerprint)
+
+
+def check_same_model(fitted: ModelFingerprint, served: ModelFingerprint) -> None:
+    """Refuse what was fitted for another model.
+
+    Args:
+        fitted: of the model that was calibrated.
+        served: of the model to be served.
 
     Raises:
         ArtifactError: a field differs; the text names every such field with both values.
@@ -222,11 +237,11 @@ def check_artifact_matches(artifact: Artifact, fingerprint: ModelFingerprint) ->
     """
     from vllm_novakv.artifact import ArtifactError
 
-    fitted, served = artifact.manifest.fingerprint.model_dump(), fingerprint.model_dump()
+    own, other = fitted.model_dump(), served.model_dump()
     differences = [
-        f"{name} is {fitted[name]} in the artifact and {served[name]} in the model"
-        for name in fitted
-        if fitted[name] != served[name]
+        f"{name} is {own[name]} in the artifact and {other[name]} in the model"
+        for name in own
+        if own[name] != other[name]
     ]
     if differences:
         raise ArtifactError(

@@ -24,10 +24,18 @@ from vllm_novakv.backend.compat import (
     layer_metadata,
     stock_backend_like,
 )
-from vllm_novakv.backend.layer_state import BAND_SUFFIX, BandLayer, cache_shape, load_artifact, local_codec
+from vllm_novakv.backend.layer_state import (
+    BAND_SUFFIX,
+    BandLayer,
+    cache_shape,
+    load_artifact,
+    local_baseline,
+    local_codec,
+)
 from vllm_novakv.backend.metadata import NovaKVMetadata, NovaKVMetadataBuilder, max_requests
 from vllm_novakv.backend.op_set import AttentionOptions, OpSet, select_ops
 from vllm_novakv.backend.specs import CacheShape, NovaHistorySpec
+from vllm_novakv.baselines import CacheCodec, bits_per_element
 from vllm_novakv.codec.layout import BLOCK_TOKENS, SUPPORTED_HEAD_SIZES
 from vllm_novakv.config import BAND_BLOCK_TOKENS, HistoryFormat, NovaKVConfig
 from vllm_novakv.plugin import BACKEND_NAME
@@ -169,6 +177,7 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
         self.vllm_config = get_current_vllm_config()
         self.config = NovaKVConfig.from_additional_config(self.vllm_config.additional_config)
         self.band_name: str | None = None
+        self.bits_per_element: float | None = None
         self.codec: Any = None
         self.ops: OpSet | None = None
         self.options = AttentionOptions(
@@ -195,23 +204,26 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
             self._hand_over(name, layer)
             return
         is_exact = self.config.history is HistoryFormat.EXACT
+        device = torch.device(self.vllm_config.device_config.device)
         num_layers = sum(isinstance(getattr(other, "impl", None), NovaKVImpl) for other in layers.values())
         if not is_exact:
             assert self.config.artifact is not None, "validation resolves the artifact"
-            device = self.vllm_config.device_config.device
             self.codec = local_codec(self.config.artifact, index, self.num_kv_heads, device)
             num_layers = len(set(load_artifact(self.config.artifact).layers) - set(self.config.skip_layers))
+        baseline = local_baseline(self.config, index, self.num_kv_heads, self.head_size, device)
+        self.bits_per_element = self._bits_per_element(baseline, act_dtype)
         shape = cache_shape(self.config, self.codec, self.head_size, act_dtype)
         band_dtype = act_dtype if is_exact else torch.bfloat16
         self.ops = select_ops(
             self.codec,
             band_dtype,
-            torch.device(self.vllm_config.device_config.device),
+            device,
             act_dtype,
             self.num_heads,
             max_requests(self.vllm_config),
             self.vllm_config.scheduler_config.max_num_batched_tokens,
             self.options,
+            baseline,
         )
         self.band_name = name + BAND_SUFFIX
         layers[self.band_name] = BandLayer(
@@ -225,6 +237,26 @@ class NovaKVImpl(AttentionImpl[NovaKVMetadata]):
             num_layers,
         )
         layer.attn_backend = bound_backend(shape)
+
+    def _bits_per_element(self, baseline: CacheCodec | None, dtype: torch.dtype) -> float:
+        """Stored bits per element of the history; those of a compared method are what its own cache would take."""
+        if self.codec is not None:
+            return float(self.codec.layout.bits_per_element)
+        exact_bits = 8.0 * dtype.itemsize
+        if baseline is None:
+            return exact_bits
+        context_tokens = self.vllm_config.model_config.max_model_len
+        band_tokens = self.config.sink_tokens + self.config.recent_tokens
+        logger.info_once(
+            "%s: the history passes through %s (%s): %.4g bits per element, %.4g with the exact band in %d tokens",
+            BACKEND_NAME,
+            baseline.name,
+            baseline.paper,
+            bits_per_element(baseline),
+            bits_per_element(baseline, context_tokens, band_tokens, exact_bits),
+            context_tokens,
+        )
+        return bits_per_element(baseline)
 
     def _hand_over(self, name: str, layer: Any) -> None:
         backend = stock_backend_like(self.vllm_config, layer)

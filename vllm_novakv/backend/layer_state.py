@@ -18,11 +18,14 @@ from vllm_novakv.backend.compat import (
     publish_prompt_lengths,
 )
 from vllm_novakv.backend.specs import CacheShape, NovaBandSpec
+from vllm_novakv.baselines import BASELINES, CacheCodec, LayerStatistics
+from vllm_novakv.baselines.moments import load_moments, moments_directory
 from vllm_novakv.codec.quantizer import LayerCodec
 from vllm_novakv.config import BAND_BLOCK_TOKENS, HistoryFormat, NovaKVConfig
 
 if TYPE_CHECKING:
     from vllm_novakv.artifact import Artifact
+    from vllm_novakv.baselines.moments import SavedMoments
 
 BAND_SUFFIX = ".novakv_band"
 
@@ -52,9 +55,57 @@ def local_codec(directory: Path, layer_index: int, num_kv_heads: int, device: to
             f"{sorted(artifact.layers)}); fit it again with `novakv fit`, or list the layer in skip_layers"
         )
     codec = artifact.layers[layer_index]
+    return codec.shard(_first_head(codec.num_kv_heads), num_kv_heads).to(device)
+
+
+def _first_head(num_kv_heads: int) -> int:
+    """First of this tensor-parallel rank's KV heads, of all that the model has."""
     # Heads are dealt in order; with more ranks than KV heads, vLLM gives consecutive ranks the same head.
-    first_head = get_tensor_model_parallel_rank() * codec.num_kv_heads // get_tensor_model_parallel_world_size()
-    return codec.shard(first_head, num_kv_heads).to(device)
+    return get_tensor_model_parallel_rank() * num_kv_heads // get_tensor_model_parallel_world_size()
+
+
+@lru_cache(maxsize=1)
+def load_artifact_moments(artifact: Path) -> SavedMoments:
+    """Load and verify the moments beside an artifact once per process: every layer asks for them."""
+    return load_moments(moments_directory(artifact))
+
+
+def local_baseline(
+    config: NovaKVConfig, layer_index: int, num_kv_heads: int, head_size: int, device: torch.device
+) -> CacheCodec | None:
+    """The compared method of this tensor-parallel rank's KV heads, fitted to the layer.
+
+    Args:
+        config: the plugin's settings.
+        layer_index: index of the attention layer in the model.
+        num_kv_heads: KV heads on this rank.
+        head_size: of the layer.
+        device: where the tensors go.
+
+    Returns:
+        The method; None if the settings name none.
+
+    Raises:
+        ValueError: artifact or moments have no such layer.
+    """
+    if config.baseline is None:
+        return None
+    baseline = BASELINES[config.baseline]
+    codec = moments = None
+    if baseline.needs == "artifact":
+        assert config.artifact is not None, "validation resolves the artifact"
+        codec = local_codec(config.artifact, layer_index, num_kv_heads, device)
+    elif baseline.needs == "moments":
+        assert config.artifact is not None, "validation resolves the artifact"
+        saved = load_artifact_moments(config.artifact)
+        if layer_index not in saved.layers:
+            raise ValueError(
+                f"{moments_directory(config.artifact)} has no attention layer {layer_index} (it has "
+                f"{sorted(saved.layers)}); fit again with `novakv fit --save-moments`, or list the layer in skip_layers"
+            )
+        first_head = _first_head(saved.manifest.fingerprint.num_kv_heads)
+        moments = saved.layers[layer_index].shard(first_head, num_kv_heads)
+    return baseline.build(LayerStatistics(head_size, moments, codec)).to(device)
 
 
 class BandLayer(AttentionLayerBase):

@@ -16,6 +16,7 @@ from vllm_novakv.ops.exact import ExactHistory, store_exact
 from vllm_novakv.ops.reference import History, QuantizedHistory, paged_decode, prefill, store
 
 if TYPE_CHECKING:
+    from vllm_novakv.baselines.interface import CacheCodec
     from vllm_novakv.ops.flash_prefill import FlashAttention, PrefillPlan, PrefillWorkspace
     from vllm_novakv.ops.paged_decode import DecodeWorkspace
     from vllm_novakv.ops.tables import KernelTables
@@ -102,10 +103,12 @@ class ReferenceOps:
     Args:
         codec: the layer's codec, or None in exact mode.
         exact_dtype: type of the history's elements in exact mode.
+        baseline: compared method that the history passes through in exact mode, if any.
     """
 
     codec: LayerCodec | None
     exact_dtype: torch.dtype
+    baseline: CacheCodec | None = None
 
     def _history(self, cache: torch.Tensor) -> History:
         if self.codec is None:
@@ -123,7 +126,8 @@ class ReferenceOps:
     ) -> None:
         """See `OpSet`."""
         if self.codec is None:
-            store_exact(key, value, history_cache.view(self.exact_dtype), band_cache, history_slots, band_slots)
+            history = history_cache.view(self.exact_dtype)
+            store_exact(key, value, history, band_cache, history_slots, band_slots, self.baseline)
         else:
             store(key, value, history_cache, band_cache, history_slots, band_slots, self.codec)
 
@@ -323,6 +327,7 @@ def select_ops(
     max_requests: int,
     max_tokens: int,
     options: AttentionOptions,
+    baseline: CacheCodec | None = None,
 ) -> OpSet:
     """The operations for a layer on a device; compiles and runs every kernel variant that serving will need.
 
@@ -335,9 +340,10 @@ def select_ops(
         max_requests: most requests in a step.
         max_tokens: most tokens in a step.
         options: the layer's constant arguments.
+        baseline: compared method that the history passes through in exact mode, if any.
     """
     if codec is None or device.type != "cuda":
-        return ReferenceOps(codec, exact_dtype)
+        return ReferenceOps(codec, exact_dtype, baseline)
     from vllm_novakv.ops.tables import KernelTables
 
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)

@@ -8,11 +8,14 @@ from typing import Any
 
 from vllm_novakv.artifact import ArtifactError
 from vllm_novakv.backend.compat import VllmConfig, init_logger, vllm_version
-from vllm_novakv.backend.layer_state import load_artifact
+from vllm_novakv.backend.layer_state import load_artifact, load_artifact_moments
+from vllm_novakv.baselines import BASELINES
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import ADDITIONAL_CONFIG_KEY, HistoryFormat, NovaKVConfig
 from vllm_novakv.fingerprint import (
+    ModelFingerprint,
     check_artifact_matches,
+    check_same_model,
     default_artifact_dir,
     fingerprint_model,
     resolve_model_dir,
@@ -40,14 +43,18 @@ def validate_and_resolve(vllm_config: VllmConfig) -> None:
     config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
     _refuse_unsupported_model(vllm_config, config)
     _refuse_unsupported_features(vllm_config)
+    needs = "artifact"
     if config.history is HistoryFormat.EXACT:
         logger.warning(
-            '%s: "history": "exact" stores keys and values without loss in more memory than a stock server uses; it is '
-            "meant for tests",
+            '%s: "history": "exact" stores keys and values in the model\'s type, in more memory than a stock server '
+            "uses; it is meant for tests and for measuring other methods",
             BACKEND_NAME,
         )
+        needs = "nothing" if config.baseline is None else BASELINES[config.baseline].needs
+    if needs == "nothing":
         return
-    directory = _resolve_artifact(vllm_config, config)
+    resolve = _resolve_artifact if needs == "artifact" else _resolve_moments
+    directory = resolve(vllm_config, config)
     settings = config.model_copy(update={"artifact": directory}).model_dump(mode="json")
     vllm_config.additional_config = {**_as_dict(vllm_config.additional_config), ADDITIONAL_CONFIG_KEY: settings}
 
@@ -123,13 +130,27 @@ def _unsupported_features(vllm_config: VllmConfig) -> Iterator[tuple[bool, str]]
     )
 
 
-def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
-    """Find, load and verify the artifact; a foreign one is refused."""
+def _artifact_directory(vllm_config: VllmConfig, config: NovaKVConfig) -> tuple[Path, ModelFingerprint]:
+    """Where the artifact should be, and for which model."""
     model = vllm_config.model_config
     # Overrides can change what the artifact was fitted for (the position encoding); config.json does not show them.
     overridden = model.hf_config.to_dict() if model.hf_overrides else None
     fingerprint = fingerprint_model(resolve_model_dir(model.model), overridden)
-    directory = config.artifact or default_artifact_dir(fingerprint)
+    return config.artifact or default_artifact_dir(fingerprint), fingerprint
+
+
+def _resolve_moments(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
+    """Load and verify the moments beside the artifact, which itself is not needed; foreign ones are refused."""
+    directory, fingerprint = _artifact_directory(vllm_config, config)
+    saved = load_artifact_moments(directory.resolve())
+    check_same_model(saved.manifest.fingerprint, fingerprint)
+    return directory.resolve()
+
+
+def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
+    """Find, load and verify the artifact; a foreign one is refused."""
+    model = vllm_config.model_config
+    directory, fingerprint = _artifact_directory(vllm_config, config)
     fit = f"run `novakv fit --model {model.model}`"
     if not directory.is_dir():
         where = "the folder that the setting `artifact` names" if config.artifact else "the user's cache"

@@ -91,6 +91,11 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)"
     )
+    parser.add_argument(
+        "--save-moments",
+        action="store_true",
+        help="also write DIR-moments beside the artifact: what `novakv eval` fits OSCAR from",
+    )
     return parser
 
 

@@ -18,6 +18,12 @@ from tqdm import tqdm
 
 from vllm_novakv import artifact as artifacts
 from vllm_novakv.artifact import CODEBOOK_DTYPES, Artifact, CalibrationRecord, LayerFigures
+from vllm_novakv.baselines.moments import (
+    AttentionMoments,
+    check_moments_directory,
+    moments_directory,
+    save_moments,
+)
 from vllm_novakv.calibration import prompts as texts
 from vllm_novakv.calibration.kmeans import fit_codebooks
 from vllm_novakv.codec import quantizer, transform
@@ -62,6 +68,7 @@ class FitSettings(BaseModel):
     num_centroids: int = Field(default=256, ge=2, le=MAX_CENTROIDS, description="Centroids per group.")
     dtype: str = Field(default="auto", description="vLLM's dtype for the run.")
     tensor_parallel_size: int = Field(default=1, ge=1, description="Ranks that share the heads during the run.")
+    save_moments: bool = Field(default=False, description="Keep the moments beside the artifact, for other methods.")
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def fit(settings: FitSettings) -> FitResult:
     2. Cut the text into sequences and a held-out part.
     3. Run the model once: moments of every head, and the keys at the sampled positions.
     4. Per layer: bases from the moments, normalised samples, codebooks, figures on the held-out text.
-    5. Write the artifact, all or nothing.
+    5. Write the artifact, all or nothing, and beside it the moments if they are wanted.
 
     The paper makes two passes, moments first and transformed samples second. Keeping the sampled keys of the first pass
     as the model wrote them takes half the memory of the transformed samples and saves the second run.
@@ -134,6 +141,8 @@ def fit(settings: FitSettings) -> FitResult:
     fingerprint = fingerprint_model(model_dir)
     directory = settings.out or default_artifact_dir(fingerprint)
     artifacts.check_output_directory(directory)
+    if settings.save_moments:
+        check_moments_directory(moments_directory(directory))
 
     # 2. vLLM takes seconds to import, so only after the cheap checks
     from vllm_novakv.calibration.capture import CapturePlan, capture, inspect_model, load_tokenizer
@@ -159,6 +168,11 @@ def fit(settings: FitSettings) -> FitResult:
     captures = capture(settings.model, plan, facts, settings.tensor_parallel_size)
 
     # 4. fit, freeing each layer's keys on the way
+    moments = {
+        layer: AttentionMoments(seen.moments.query_moment, seen.moments.output_moment)
+        for layer, seen in captures.items()
+        if settings.save_moments
+    }
     layers = {}
     for layer in tqdm(sorted(captures), desc="fitting the codebooks", unit="layer"):
         layers[layer] = fit_layer(layer, captures.pop(layer), settings)
@@ -180,6 +194,8 @@ def fit(settings: FitSettings) -> FitResult:
         figures=[result.figures for result in layers.values()],
     )
     artifacts.save(artifact, directory)
+    if settings.save_moments:
+        save_moments(moments, fingerprint, record, moments_directory(directory))
     return FitResult(artifact, directory, layers, settings.skip_layers, _is_default(directory, fingerprint))
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_novakv.baselines.rotations import oscar_rotation
 from vllm_novakv.codec.transform import key_transforms
-from vllm_novakv.evaluation.baselines.rotations import oscar_rotation
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_novakv.baselines.scalar import clip_percentile, quantize_min_max
 from vllm_novakv.evaluation.analysis.codebooks import (
     fit_codebooks,
     gather_groups,
@@ -17,7 +18,6 @@ from vllm_novakv.evaluation.analysis.codebooks import (
     scatter_groups,
 )
 from vllm_novakv.evaluation.analysis.partitions import partition
-from vllm_novakv.evaluation.baselines.scalar import clip_percentile, quantize_min_max
 
 _BISECTIONS = 28
 # what a symbol that calibration never saw is counted as

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from vllm_novakv.evaluation.baselines.interface import CacheCodec, Storage
-from vllm_novakv.evaluation.baselines.rotations import hadamard_rotation, oscar_rotation, random_rotation, rotate
-from vllm_novakv.evaluation.baselines.scalar import (
+from vllm_novakv.baselines.interface import CacheCodec, Storage
+from vllm_novakv.baselines.rotations import hadamard_rotation, oscar_rotation, random_rotation, rotate
+from vllm_novakv.baselines.scalar import (
     SCALE_BITS,
     clip_percentile,
     quantize_gaussian,
@@ -157,7 +157,7 @@ class Kivi(_OneStorage):
     paper: ClassVar[str] = "arXiv 2402.02750"
 
     def __init__(self, group_size: int = 32) -> None:
-        self._group_size = group_size
+        self.key_group_tokens = self._group_size = group_size
         self._storage = Storage(2, 2 * SCALE_BITS, group_size)
 
     def quantize_keys(self, key: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """What every compared method is: a codec of keys and values that says what it stores."""
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
+
+from vllm_novakv.codec.quantizer import LayerCodec
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,12 @@ class CacheCodec(ABC):
     Attributes:
         name: short name, as in tables.
         paper: where the method was published.
+        key_group_tokens: consecutive tokens whose keys are quantized together; 1 if each token stands alone.
     """
 
     name: str
     paper: ClassVar[str]
+    key_group_tokens: int = 1
 
     @property
     @abstractmethod
@@ -55,7 +60,7 @@ class CacheCodec(ABC):
         """Keys as attention would read them: decode(encode(key)).
 
         Args:
-            key: float [num_tokens, num_kv_heads, head_size], after RoPE.
+            key: float [num_tokens, num_kv_heads, head_size], after RoPE; whole groups of `key_group_tokens`.
 
         Returns:
             The same shape and dtype.
@@ -71,6 +76,18 @@ class CacheCodec(ABC):
         Returns:
             The same shape and dtype.
         """
+
+    def to(self, device: torch.device) -> Self:
+        """The same method with its tensors on a device.
+
+        Args:
+            device: where keys and values will be.
+        """
+        moved = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor | LayerCodec):
+                setattr(moved, name, value.to(device))
+        return moved
 
 
 def bits_per_element(

@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 import torch
 
+from vllm_novakv.baselines.interface import CacheCodec, Storage
+from vllm_novakv.baselines.rotations import rotate
+from vllm_novakv.baselines.scalar import SCALE_BITS, quantize_min_max
 from vllm_novakv.codec.quantizer import LayerCodec, decode_keys, decode_values, encode_keys, encode_values
-from vllm_novakv.evaluation.baselines.interface import CacheCodec, Storage
-from vllm_novakv.evaluation.baselines.rotations import rotate
-from vllm_novakv.evaluation.baselines.scalar import SCALE_BITS, quantize_min_max
 
 KeyScale = Literal["least-squares", "norm"]
 ValueFormat = Literal["symmetric", "min-max"]
