@@ -15,7 +15,7 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
 )
 MAY_IMPORT_VLLM = ("vllm_novakv.backend", "vllm_novakv.calibration.capture", "vllm_novakv.plugin")
-MAY_CALL_VLLM_LATER = (*MAY_IMPORT_VLLM, "vllm_novakv.cli", "vllm_novakv.vllm_launcher")
+MAY_CALL_VLLM_LATER = (*MAY_IMPORT_VLLM, "vllm_novakv.cli", "vllm_novakv.offline", "vllm_novakv.vllm_launcher")
 REGISTRATION_LIMIT_MS = 50.0
 
 # parts that a part must not know of; imports go codec -> artifact -> baselines -> ops -> backend -> plugin
@@ -29,7 +29,10 @@ FORBIDDEN_PARTS = {
     "backend": {"calibration", "cli", "doctor", "evaluation"},
     "plugin": {"calibration", "cli", "doctor", "evaluation"},
     "calibration": {"backend", "cli", "doctor", "evaluation", "plugin"},
-    "evaluation": {"artifact", "backend", "calibration", "cli", "doctor", "ops", "plugin"},
+    "evaluation": {
+        *("artifact", "backend", "calibration", "cli", "codec_study", "doctor", "eval_command", "offline", "ops"),
+        "plugin",
+    },
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_novakv import eval_command as command
 from vllm_novakv.cli import main as novakv
-from vllm_novakv.evaluation import command
 from vllm_novakv.evaluation.chart import BOTTOM, LEFT, RIGHT, TOP, line_chart_svg
 from vllm_novakv.evaluation.items import Item
 from vllm_novakv.evaluation.report import describe_runs, read_run, write_report

@@ -170,6 +170,35 @@ def test_bad_question_files_are_refused(tmp_path, text, words):
         load_questions(path)
 
 
+GPQA_HEAD = "Pre-Revision Question,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3"
+
+
+def test_gpqa_rows_are_choices_in_an_order_of_their_own(tmp_path):
+    path = tmp_path / "gpqa.csv"
+    rows = [f'old,"What is {i}, exactly?",right {i},wrong a,wrong b,"wrong\nc"' for i in range(40)]
+    path.write_text("\n".join([GPQA_HEAD, *rows]) + "\n", encoding="utf-8-sig")
+    items = load_questions(path)
+    assert [item.item_id for item in items[:2]] == ["gpqa/1", "gpqa/2"]
+    for i, item in enumerate(items):
+        assert item.metric == "choice"
+        question, *options = item.message.split("\n\n", 1)[1].replace("wrong\nc", "wrong c").split("\n")
+        assert question == f"What is {i}, exactly?"
+        assert sorted(option[3:] for option in options[1:]) == [f"right {i}", "wrong a", "wrong b", "wrong c"]
+        assert f"{item.expected[0]}) right {i}" in item.message
+    # each letter is right sometimes, the same for a seed, whatever the limit
+    assert {item.expected[0] for item in items} == set("ABCD")
+    assert load_questions(path, limit=3) == items[:3]
+    assert load_questions(path, seed=1) != items
+
+
+def test_gpqa_rows_without_an_option_are_refused(tmp_path):
+    path = tmp_path / "gpqa.csv"
+    path.write_text(f"{GPQA_HEAD}\nold,new,1,2,3,4\nold,new,1,2,,4\n")
+    assert len(load_questions(path, limit=1)) == 1
+    with pytest.raises(ValueError, match="line 2 of gpqa.csv is not a question: .*'Incorrect Answer 2' is missing"):
+        load_questions(path)
+
+
 class Server(BaseHTTPRequestHandler):
     """Echoes what it is sent; fails as often as `failures` says."""
 

@@ -19,7 +19,7 @@ DESCRIPTION = """Serve language models on vLLM with a 2-bit KV cache.
 
   novakv fit --model MODEL       calibrate: fit the transforms and codebooks of a model (once)
   novakv serve MODEL ...         the same as: vllm serve MODEL --attention-backend NOVAKV ...
-  novakv eval needles ...        measure what the cache does to a served model's answers
+  novakv eval needles ...        measure what a cache does to a model's answers
   novakv inspect ARTIFACT        show what was fitted
   novakv doctor [MODEL]          check this machine and a model
   novakv prefix analyze LOG      what a request log gains from prefix caching
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"vllm-novakv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("fit", add_help=False, help="calibrate a model; see novakv fit --help")
-    commands.add_parser("eval", add_help=False, help="measure a served model; see novakv eval --help")
+    commands.add_parser("eval", add_help=False, help="measure what a cache does to a model; see novakv eval --help")
     commands.add_parser("serve", add_help=False, help="start an OpenAI-compatible server; takes vllm serve's options")
 
     inspect = commands.add_parser("inspect", help="show what an artifact holds")
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return fit(arguments[1:])
         if arguments[:1] == ["eval"]:
-            from vllm_novakv.evaluation.command import main as evaluate
+            from vllm_novakv.eval_command import main as evaluate
 
             return evaluate(arguments[1:])
 

@@ -190,3 +190,15 @@ def cache_shape(config: NovaKVConfig, codec: LayerCodec | None, head_size: int, 
         return CacheShape(record_bytes=2 * head_size * dtype.itemsize, band_element_bytes=dtype.itemsize)
     assert codec is not None
     return CacheShape(record_bytes=codec.layout.record_bytes)
+
+
+def fit_sha256(config: NovaKVConfig) -> str | None:
+    """Checksum of the fitted tensors that the caches of these settings use; None where they use none."""
+    needs = "artifact" if config.history is HistoryFormat.QUANTIZED else "nothing"
+    if config.baseline is not None:
+        needs = BASELINES[config.baseline].needs
+    if needs == "nothing" or config.artifact is None:
+        return None
+    if needs == "moments":
+        return load_artifact_moments(config.artifact).manifest.tensors_sha256
+    return load_artifact(config.artifact).manifest.tensors_sha256

@@ -1,18 +1,13 @@
-"""Run items through a model and keep everything: configuration, predictions, scores, in a directory of their own.
-
-    config.json          what was asked of whom, and where it ran; written first
-    predictions.jsonl    one answer per line, appended as they come
-    scores.json          written once, when all answers are there
+"""Run items through a model and keep everything in a directory of their own: see `run_directory`.
 
 A run that was interrupted continues where it stopped; a finished run is read back; a directory of another run is
-refused. No file is ever overwritten.
+refused.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +15,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_novakv.evaluation import run_directory
 from vllm_novakv.evaluation.items import Item
 from vllm_novakv.evaluation.needle import Generate
-from vllm_novakv.evaluation.record import describe_environment
 from vllm_novakv.evaluation.scoring import METRICS
 from vllm_novakv.evaluation.statistics import Interval, bootstrap_mean, bootstrap_task_mean
+
+PREDICTIONS_NAME = "predictions.jsonl"
 
 Answer = Callable[[Sequence[Item], int], Sequence[str]]
 """Answers to items, in their order; the number is the sample's, to be used as a seed where answers are random."""
@@ -120,8 +117,9 @@ def run_items(
     by_id = {item.item_id: item for item in items}
     if len(by_id) != len(items):
         raise ValueError(f"{len(items)} items have only {len(by_id)} different ids; give each its own")
-    _claim_directory(directory, {"config": dict(config), "num_samples": num_samples, "items_sha256": _digest(items)})
-    path = directory / "predictions.jsonl"
+    identity = {"config": dict(config), "num_samples": num_samples, "items_sha256": _digest(items)}
+    run_directory.claim(directory, identity)
+    path = directory / PREDICTIONS_NAME
     done = {(prediction.item_id, prediction.sample): prediction for prediction in read_predictions(path)}
     with tqdm(total=len(items) * num_samples, initial=len(done), disable=not show_progress, unit="answer") as progress:
         for sample in range(num_samples):
@@ -129,11 +127,11 @@ def run_items(
             for start in range(0, len(open_items), batch_size):
                 batch = open_items[start : start + batch_size]
                 predictions = _ask(answer, batch, sample)
-                _append(path, predictions)
+                run_directory.append_lines(path, map(dataclasses.asdict, predictions))
                 done.update({(prediction.item_id, sample): prediction for prediction in predictions})
                 progress.update(len(batch))
     result = _summarize(items, [done[item.item_id, sample] for item in items for sample in range(num_samples)])
-    _write_scores(directory / "scores.json", result)
+    _write_scores(directory / run_directory.SCORES_NAME, result)
     return result
 
 
@@ -161,25 +159,6 @@ def _summarize(items: Sequence[Item], predictions: Sequence[Prediction]) -> RunR
     )
 
 
-def _claim_directory(directory: Path, identity: Mapping[str, Any]) -> None:
-    try:
-        # through JSON, so that tuples compare as the lists that they become
-        wanted = json.loads(json.dumps(identity, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the configuration cannot be written as JSON: {error}") from error
-    path = directory / "config.json"
-    directory.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        if any(entry.name != _partial(path).name for entry in directory.iterdir()):
-            raise ValueError(f"{directory} holds files but no config.json; choose a new directory for the run")
-        _write_new(path, {"identity": wanted, "environment": describe_environment()})
-        return
-    stored = json.loads(path.read_text())["identity"]
-    if stored != wanted:
-        changed = sorted(key for key in {*stored, *wanted} if stored.get(key) != wanted.get(key))
-        raise ValueError(f"{directory} holds another run: {', '.join(changed)} differ; choose a new directory")
-
-
 def _digest(items: Iterable[Item]) -> str:
     digest = hashlib.sha256()
     for item in items:
@@ -188,28 +167,8 @@ def _digest(items: Iterable[Item]) -> str:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Answers of a predictions.jsonl; a last line that an interruption cut off is removed from the file.
-
-    Args:
-        path: the file; it may be missing.
-
-    Returns:
-        The answers in the order in which they came.
-    """
-    if not path.exists():
-        return []
-    text = path.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        # the last line was cut off by an interruption: it is asked again
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    return [Prediction(**json.loads(line)) for line in whole.decode().splitlines()]
-
-
-def _append(path: Path, predictions: Sequence[Prediction]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(dataclasses.asdict(prediction)) + "\n" for prediction in predictions)
+    """Answers of a predictions.jsonl, in the order in which they came; see `run_directory.read_lines`."""
+    return [Prediction(**line) for line in run_directory.read_lines(path)]
 
 
 def _write_scores(path: Path, result: RunResult) -> None:
@@ -219,16 +178,4 @@ def _write_scores(path: Path, result: RunResult) -> None:
         "mean": dataclasses.asdict(result.mean),
         "tasks": {task: dataclasses.asdict(interval) for task, interval in result.task_scores.items()},
     }
-    _write_new(path, scores)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _write_new(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file that appears whole or not at all, and only where there is none."""
-    partial = _partial(path)
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.link(partial, path)
-    partial.unlink()
+    run_directory.write_new(path, scores)

@@ -1,0 +1,273 @@
+"""`novakv eval`: needle tasks, questions and perplexity of a model under several caches, and reports over such runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_novakv.evaluation.endpoint import Endpoint
+from vllm_novakv.evaluation.items import Item
+from vllm_novakv.evaluation.perplexity import split_windows
+from vllm_novakv.evaluation.perplexity_run import run_perplexity, total_perplexity
+from vllm_novakv.evaluation.questions import load_questions
+from vllm_novakv.evaluation.record import portable_argument
+from vllm_novakv.evaluation.report import read_run, write_report
+from vllm_novakv.evaluation.ruler import MAX_ANSWER_TOKENS, TASKS, build_ruler_items
+from vllm_novakv.evaluation.run_directory import note_engine
+from vllm_novakv.evaluation.runner import RunResult, run_items
+from vllm_novakv.offline import OfflineEngine, cache_names
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+
+# answers reach the disk after so many; vLLM batches them as memory allows
+_OFFLINE_BATCH = 32
+
+DESCRIPTION = """Measure what a cache does to a model.
+
+  novakv eval needles ...        RULER's eight needle tasks at several lengths
+  novakv eval perplexity ...     perplexity of a text, by position
+  novakv eval questions ...      multiple choice and mathematics from a file
+  novakv eval report RUN ...     compare finished runs
+
+With --cache, vLLM runs in a process of its own for each cache, and --model is a directory or a hub name:
+  stock    vLLM's own cache, in the model's type            bf16     the same, refused if that type is not BF16
+  fp8      vLLM's own FP8 cache                             novakv   this package's 2-bit cache
+  exact    this package's cache with nothing quantized      others   compared methods, such as oscar-int2
+Without it, a served model is asked (any OpenAI-compatible endpoint, --base-url), and --model is the name under which
+it is served. The same seed gives the same prompts either way. A run that was interrupted continues when it is started
+again; a finished one is read back.
+"""
+
+Asked = tuple[str, Endpoint | OfflineEngine, dict[str, Any]]
+"""A method's name, its model, and what its configuration adds to a run's."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="novakv eval", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    model, texts = _model_options(), _text_options()
+
+    needles = commands.add_parser("needles", parents=[model, texts], help="RULER's eight needle tasks")
+    needles.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="prompt lengths in tokens")
+    needles.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
+    needles.add_argument("--num-items", type=int, default=25, help="prompts per task and length (default: 25)")
+    needles.add_argument("--seed", type=int, default=0, help="of the prompts")
+
+    perplexity = commands.add_parser("perplexity", parents=[model, texts], help="perplexity of a text, by position")
+    perplexity.add_argument("--window-tokens", type=int, default=4096, help="tokens per window (default: 4096)")
+    perplexity.add_argument("--num-windows", type=int, default=16, help="windows, spread evenly (default: 16)")
+    perplexity.add_argument("--bucket-tokens", type=int, default=512, help="positions per figure (default: 512)")
+
+    questions = commands.add_parser("questions", parents=[model], help="multiple choice and mathematics")
+    questions.add_argument("file", type=Path, help="questions: .jsonl, one object per line, or .csv in GPQA's columns")
+    questions.add_argument("--limit", type=int, help="ask only the first so many")
+    questions.add_argument("--max-tokens", type=int, default=4096, help="answer limit in tokens (default: 4096)")
+    questions.add_argument("--seed", type=int, default=0, help="of the order of a .csv file's options")
+
+    report = commands.add_parser("report", help="compare finished runs")
+    report.add_argument("runs", type=Path, nargs="+", help="folders of runs")
+    report.add_argument("--reference", required=True, help="method that the others are compared with")
+    report.add_argument("--out", type=Path, required=True, help="folder for report.md and its plots")
+    return parser
+
+
+def _model_options() -> argparse.ArgumentParser:
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("--model", required=True, help="with --cache a directory or hub name, else the served name")
+    model.add_argument(
+        "--cache", nargs="+", choices=cache_names(), metavar="CACHE", help="caches to run offline: see above"
+    )
+    model.add_argument("--base-url", default="http://localhost:8000/v1", help="endpoint, with the version")
+    model.add_argument("--method", help="name of this row in reports (default: the cache)")
+    model.add_argument("--out", type=Path, required=True, help="folder for runs; each gets a folder of its own in it")
+    model.add_argument("--samples", type=int, default=1, help="answers per item (default: 1)")
+    model.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    model.add_argument("--parallel", type=int, default=8, help="endpoint: requests in flight (default: 8)")
+    model.add_argument("--dtype", default="auto", help="offline: the model's type, as for vllm serve (default: auto)")
+    model.add_argument(
+        "--novakv", type=_json_object, default={}, metavar="JSON", help='offline: settings, as {"recent_tokens": 128}'
+    )
+    model.add_argument(
+        "--engine", type=_json_object, default={}, metavar="JSON", help="offline: further arguments of vllm.LLM"
+    )
+    return model
+
+
+def _text_options() -> argparse.ArgumentParser:
+    texts = argparse.ArgumentParser(add_help=False)
+    texts.add_argument("--tokenizer", help="model directory or hub name, to count tokens (default: --model)")
+    texts.add_argument("--text", type=Path, required=True, help="plain text (UTF-8): haystacks, or what is predicted")
+    return texts
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command of `novakv eval`.
+
+    Args:
+        arguments: what follows `novakv eval`.
+
+    Returns:
+        0 on success.
+
+    Raises:
+        ValueError: an input was refused, the engine failed, or the endpoint cannot be reached.
+        ModuleNotFoundError: plots are wanted and their library is not installed.
+    """
+    options = _parser().parse_args(arguments)
+    if options.command != "report":
+        _check_model_options(options)
+    try:
+        if options.command == "needles":
+            _ask_needles(options)
+        elif options.command == "perplexity":
+            _measure_perplexity(options)
+        elif options.command == "questions":
+            _ask_questions(options)
+        else:
+            print(write_report([read_run(path) for path in options.runs], options.reference, options.out))
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+def _check_model_options(options: argparse.Namespace) -> None:
+    if options.cache is None:
+        if options.method is None:
+            raise ValueError("--method is missing: the name of this row in reports, such as bf16 or novakv")
+        if getattr(options, "tokenizer", "none is needed") is None:
+            raise ValueError("--tokenizer is missing: the model directory or hub name of the served model")
+    elif options.method is not None and len(options.cache) > 1:
+        raise ValueError(f"--method {options.method} names one row, and there are {len(options.cache)} caches")
+
+
+def _asked_models(options: argparse.Namespace, max_tokens: int, max_model_len: int | None) -> Iterator[Asked]:
+    """One model after the other; each engine ends before the next begins."""
+    if options.cache is None:
+        yield options.method, _endpoint(options, max_tokens), {}
+        return
+    engine = {"dtype": options.dtype, **({"max_model_len": max_model_len} if max_model_len else {}), **options.engine}
+    for cache in options.cache:
+        settings = {"cache": cache, "engine": _portable(engine), "novakv": _portable(options.novakv)}
+        with OfflineEngine(options.model, cache, options.novakv, engine, max_tokens, options.temperature) as model:
+            yield options.method or cache, model, settings
+
+
+def _endpoint(options: argparse.Namespace, max_tokens: int) -> Endpoint:
+    return Endpoint(
+        options.base_url,
+        options.model,
+        max_tokens=max_tokens,
+        temperature=options.temperature,
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        num_parallel=options.parallel,
+    )
+
+
+def _portable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the paths of this machine; what lies at a path is known by its checksum (engine.json)."""
+    return {key: portable_argument(value) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _load_tokenizer(options: argparse.Namespace) -> Any:
+    # its library takes seconds to load
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(options.tokenizer or options.model)
+
+
+def _chat_renderer(tokenizer: Any) -> Callable[[str], list[int]]:
+    def render_chat(message: str) -> list[int]:
+        messages = [{"role": "user", "content": message}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return list(rendered["input_ids"])
+
+    return render_chat
+
+
+def _ask_needles(options: argparse.Namespace) -> None:
+    render_chat = _chat_renderer(_load_tokenizer(options))
+    haystack = options.text.read_text(encoding="utf-8")
+    suites = []
+    for length in options.lengths:
+        items = [
+            item
+            for task in options.tasks
+            for item in build_ruler_items(task, haystack, render_chat, length, options.num_items, options.seed)
+        ]
+        config = {"prompt_tokens": length, "text": options.text.name, "seed": options.seed, "tasks": options.tasks}
+        suites.append((f"needles-{length}", items, config))
+    _ask(options, suites, MAX_ANSWER_TOKENS, max(options.lengths) + MAX_ANSWER_TOKENS)
+
+
+def _ask_questions(options: argparse.Namespace) -> None:
+    items = load_questions(options.file, options.limit, options.seed)
+    _ask(options, [(options.file.stem, items, {"file": options.file.name})], options.max_tokens, None)
+
+
+def _ask(
+    options: argparse.Namespace,
+    suites: list[tuple[str, list[Item], dict[str, Any]]],
+    max_tokens: int,
+    max_model_len: int | None,
+) -> None:
+    for method, model, settings in _asked_models(options, max_tokens, max_model_len):
+        for suite, items, config in suites:
+            directory = options.out / method / suite
+            config = config | _run_config(options, method, suite) | settings
+            config |= {"temperature": options.temperature, "max_tokens": max_tokens}
+            batch_size = 4 * options.parallel if isinstance(model, Endpoint) else _OFFLINE_BATCH
+            asked = _noting_engine(model, model.answer, directory)
+            _show(method, suite, run_items(asked, items, directory, config, options.samples, batch_size))
+            print(directory)
+
+
+def _measure_perplexity(options: argparse.Namespace) -> None:
+    tokenizer = _load_tokenizer(options)
+    token_ids = tokenizer.encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False)
+    windows = split_windows(token_ids, options.window_tokens, options.num_windows)
+    suite = f"perplexity-{options.window_tokens}"
+    # one token must be generated, because vLLM generates no fewer
+    for method, model, settings in _asked_models(options, 1, options.window_tokens + 1):
+        directory = options.out / method / suite
+        config = {"text": options.text.name} | _run_config(options, method, suite) | settings
+        asked = _noting_engine(model, model.prompt_logprobs, directory)
+        losses = run_perplexity(asked, windows, options.bucket_tokens, directory, config)
+        print(f"{method}  {suite}  perplexity {total_perplexity(losses):.3f}")
+        print(directory)
+
+
+def _run_config(options: argparse.Namespace, method: str, suite: str) -> dict[str, Any]:
+    return {"suite": suite, "method": method, "model": options.model.rstrip("/").rpartition("/")[2]}
+
+
+def _noting_engine(model: Endpoint | OfflineEngine, ask: Callable[..., Any], directory: Path) -> Callable[..., Any]:
+    """The same questions; an offline engine is noted in the run's folder with its first answer."""
+
+    def asked(*arguments: Any) -> Any:
+        if isinstance(model, OfflineEngine):
+            note_engine(directory, model.facts)
+        return ask(*arguments)
+
+    return asked
+
+
+def _show(method: str, suite: str, result: RunResult) -> None:
+    for task, score in [*result.task_scores.items(), ("mean", result.mean)]:
+        interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
+        print(f"{method}  {suite}  {task:<20} {100 * score.estimate:5.1f}  {interval}")
