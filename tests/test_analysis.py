@@ -14,7 +14,13 @@ from vllm_novakv.evaluation.analysis.codebooks import (
     num_centroids,
     scatter_groups,
 )
-from vllm_novakv.evaluation.analysis.compare import HeadTensors, compare_bases, compare_partitions
+from vllm_novakv.evaluation.analysis.compare import (
+    FittedHead,
+    HeadTensors,
+    compare_bases,
+    compare_partitions,
+    measure_rates,
+)
 from vllm_novakv.evaluation.analysis.dependence import joint_entropy, marginal_entropy, total_correlation
 from vllm_novakv.evaluation.analysis.metrics import mean_squared_error, query_weighted_distortion, top1_agreement
 from vllm_novakv.evaluation.analysis.partitions import (
@@ -43,17 +49,18 @@ def head(num_tokens, seed, size=16):
 
 @pytest.fixture(scope="module")
 def pair():
-    return head(2_000, seed=1), head(800, seed=2)
+    train = head(2_000, seed=1)
+    return FittedHead(train.keys, key_statistics(train.keys, train.queries)), head(800, seed=2)
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_every_basis_is_inverted_by_its_inverse(name, pair):
-    basis = BASES[name](key_statistics(pair[0].keys, pair[0].queries))
+    basis = BASES[name](pair[0].statistics)
     torch.testing.assert_close(basis.forward @ basis.inverse, torch.eye(16).double(), atol=1e-5, rtol=0)
 
 
 def test_klt_and_ours_decorrelate_and_ours_preserves_the_weighted_distance(pair):
-    statistics = key_statistics(pair[0].keys, pair[0].queries)
+    statistics = pair[0].statistics
     for name in ("klt", "ours"):
         forward = BASES[name](statistics).forward
         covariance = forward.mT @ statistics.key_covariance @ forward
@@ -282,3 +289,12 @@ def test_equalizing_partition_has_the_smallest_distortion_and_spread(pair):
     assert total["equalizing"] < total["random"] < total["sorted"]
     spread = {name: float(result.log2_volumes.max() - result.log2_volumes.min()) for name, result in by_name.items()}
     assert spread["equalizing"] < spread["random"] < spread["sorted"]
+    # coordinates are Gaussian and decorrelated, so next to independent
+    assert max(abs(value) for result in by_name.values() for value in result.total_correlation) < 0.3
+
+
+def test_rates_are_those_of_the_equalizing_partition(pair):
+    equalizing = next(r for r in compare_partitions(*pair, bits=1.0) if r.name == "equalizing")
+    low, high = measure_rates(*pair, rates=(1.0, 1.5))
+    assert low == equalizing.distortion
+    assert sum(high.test) < sum(low.test)

@@ -1,4 +1,4 @@
-"""Offline engines, one process per cache: what each is started with, what it says of itself, and runs that it answers."""
+"""Offline engines, one process per cache: what each is started with, what it says of itself, and its runs."""
 
 import json
 import multiprocessing

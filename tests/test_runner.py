@@ -195,7 +195,7 @@ def test_gpqa_rows_without_an_option_are_refused(tmp_path):
     path = tmp_path / "gpqa.csv"
     path.write_text(f"{GPQA_HEAD}\nold,new,1,2,3,4\nold,new,1,2,,4\n")
     assert len(load_questions(path, limit=1)) == 1
-    with pytest.raises(ValueError, match="line 2 of gpqa.csv is not a question: .*'Incorrect Answer 2' is missing"):
+    with pytest.raises(ValueError, match=r"line 2 of gpqa\.csv is not a question: .*'Incorrect Answer 2' is missing"):
         load_questions(path)
 
 

@@ -31,6 +31,7 @@ DESCRIPTION = """Measure what a cache does to a model.
   novakv eval needles ...        RULER's eight needle tasks at several lengths
   novakv eval perplexity ...     perplexity of a text, by position
   novakv eval questions ...      multiple choice and mathematics from a file
+  novakv eval codec ...          bases, quantizers, partitions and the rate law on captured keys and queries
   novakv eval report RUN ...     compare finished runs
 
 With --cache, vLLM runs in a process of its own for each cache, and --model is a directory or a hub name:
@@ -70,9 +71,20 @@ def _parser() -> argparse.ArgumentParser:
     questions.add_argument("--max-tokens", type=int, default=4096, help="answer limit in tokens (default: 4096)")
     questions.add_argument("--seed", type=int, default=0, help="of the order of a .csv file's options")
 
+    codec = commands.add_parser("codec", help="what a key codec is made of, compared on captured keys and queries")
+    codec.add_argument("--model", required=True, help="model directory, or a hub name that is already downloaded")
+    codec.add_argument("--prompts", type=Path, metavar="FILE", help="prompt file, as for novakv fit")
+    codec.add_argument("--num-tokens", type=int, default=8192, help="tokens to fit on (default: 8192)")
+    codec.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    codec.add_argument("--layers", type=int, nargs="+", default=[], help="layers (default: second, middle and last)")
+    codec.add_argument("--num-heads", type=int, default=1, help="KV heads per layer, the first ones (default: 1)")
+    codec.add_argument("--seed", type=int, default=0, help="of k-means, samples and the random partition")
+    codec.add_argument("--dtype", default="auto", help="vLLM's --dtype for the run (default: auto)")
+    codec.add_argument("--out", type=Path, required=True, help="folder of the study")
+
     report = commands.add_parser("report", help="compare finished runs")
     report.add_argument("runs", type=Path, nargs="+", help="folders of runs")
-    report.add_argument("--reference", required=True, help="method that the others are compared with")
+    report.add_argument("--reference", help="method that the others are compared with")
     report.add_argument("--out", type=Path, required=True, help="folder for report.md and its plots")
     return parser
 
@@ -130,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         ModuleNotFoundError: plots are wanted and their library is not installed.
     """
     options = _parser().parse_args(arguments)
-    if options.command != "report":
+    if "cache" in options:
         _check_model_options(options)
     try:
         if options.command == "needles":
@@ -139,6 +151,8 @@ def main(arguments: Sequence[str]) -> int:
             _measure_perplexity(options)
         elif options.command == "questions":
             _ask_questions(options)
+        elif options.command == "codec":
+            _study_codec(options)
         else:
             print(write_report([read_run(path) for path in options.runs], options.reference, options.out))
     except (ConnectionError, FileNotFoundError) as error:
@@ -250,6 +264,15 @@ def _measure_perplexity(options: argparse.Namespace) -> None:
         losses = run_perplexity(asked, windows, options.bucket_tokens, directory, config)
         print(f"{method}  {suite}  perplexity {total_perplexity(losses):.3f}")
         print(directory)
+
+
+def _study_codec(options: argparse.Namespace) -> None:
+    # vLLM logs its whole start-up; a study has its own progress bars
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_novakv.codec_study import StudySettings, study_codec
+
+    chosen = {key: value for key, value in vars(options).items() if key not in ("command", "out", "layers")}
+    print(study_codec(StudySettings(**chosen, layers=tuple(options.layers)), options.out))
 
 
 def _run_config(options: argparse.Namespace, method: str, suite: str) -> dict[str, Any]:

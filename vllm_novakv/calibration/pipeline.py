@@ -32,7 +32,7 @@ from vllm_novakv.fingerprint import ModelFingerprint, default_artifact_dir, fing
 from vllm_novakv.support import assess_model
 
 if TYPE_CHECKING:
-    from vllm_novakv.calibration.capture import LayerCapture, ModelFacts
+    from vllm_novakv.calibration.capture import LayerCapture, ModelFacts, Tokenizer
 
 # Figures need no more queries than this; they are spread over the held-out text and see all of its keys.
 _MAX_FIGURE_QUERIES = 256
@@ -151,11 +151,10 @@ def fit(settings: FitSettings) -> FitResult:
     _check_model(settings, facts.hf_config, facts.num_kv_heads)
     seq_len = _sequence_length(settings.seq_len, facts)
     tokenizer = load_tokenizer(settings.model)
-    prefix = tokenizer.encode("", add_special_tokens=True)[:1]
     text = texts.plan_text(
         prompts,
         lambda prompt: tokenizer.encode(prompt, add_special_tokens=False),
-        prefix if prefix == [tokenizer.bos_token_id] else [],
+        special_prefix(tokenizer),
         settings.num_tokens,
         seq_len,
         texts.SAMPLES_PER_CENTROID * settings.num_centroids,
@@ -197,6 +196,19 @@ def fit(settings: FitSettings) -> FitResult:
     if settings.save_moments:
         save_moments(moments, fingerprint, record, moments_directory(directory))
     return FitResult(artifact, directory, layers, settings.skip_layers, _is_default(directory, fingerprint))
+
+
+def special_prefix(tokenizer: Tokenizer) -> list[int]:
+    """The token that the tokenizer puts before every text, if it puts one.
+
+    Args:
+        tokenizer: of the model.
+
+    Returns:
+        One token id, or none.
+    """
+    prefix = tokenizer.encode("", add_special_tokens=True)[:1]
+    return prefix if prefix == [tokenizer.bos_token_id] else []
 
 
 def _is_default(directory: Path, fingerprint: ModelFingerprint) -> bool:
