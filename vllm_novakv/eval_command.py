@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from vllm_novakv.evaluation.endpoint import Endpoint
 from vllm_novakv.evaluation.items import Item
 from vllm_novakv.evaluation.perplexity import split_windows
 from vllm_novakv.evaluation.perplexity_run import run_perplexity, total_perplexity
+from vllm_novakv.evaluation.plots import require_matplotlib
 from vllm_novakv.evaluation.questions import load_questions
 from vllm_novakv.evaluation.record import portable_argument
-from vllm_novakv.evaluation.report import read_run, write_report
+from vllm_novakv.evaluation.report import REPORT_NAME, read_run, write_report
 from vllm_novakv.evaluation.ruler import MAX_ANSWER_TOKENS, TASKS, build_ruler_items
 from vllm_novakv.evaluation.run_directory import note_engine
-from vllm_novakv.evaluation.runner import RunResult, run_items
+from vllm_novakv.evaluation.runner import run_items
+from vllm_novakv.evaluation.study_report import STUDY_NAME
 from vllm_novakv.offline import OfflineEngine, cache_names
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -31,6 +34,7 @@ DESCRIPTION = """Measure what a cache does to a model.
   novakv eval needles ...        RULER's eight needle tasks at several lengths
   novakv eval perplexity ...     perplexity of a text, by position
   novakv eval questions ...      multiple choice and mathematics from a file
+  novakv eval all ...            needles, perplexity and a codec study of a model, offline, and the report
   novakv eval codec ...          bases, quantizers, partitions and the rate law on captured keys and queries
   novakv eval report RUN ...     compare finished runs
 
@@ -43,8 +47,24 @@ it is served. The same seed gives the same prompts either way. A run that was in
 again; a finished one is read back.
 """
 
-Asked = tuple[str, Endpoint | OfflineEngine, dict[str, Any]]
-"""A method's name, its model, and what its configuration adds to a run's."""
+Model = Endpoint | OfflineEngine
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Something to ask every model.
+
+    Attributes:
+        name: of the run's folder.
+        max_tokens: answer limit in tokens.
+        max_model_len: longest sequence in tokens; None is the model's limit.
+        run: asks a model, into a folder, with what the run's configuration says of method and engine.
+    """
+
+    name: str
+    max_tokens: int
+    max_model_len: int | None
+    run: Callable[[Model, Path, dict[str, Any]], None]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,18 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="novakv eval", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    model, texts = _model_options(), _text_options()
-
-    needles = commands.add_parser("needles", parents=[model, texts], help="RULER's eight needle tasks")
-    needles.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="prompt lengths in tokens")
-    needles.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
-    needles.add_argument("--num-items", type=int, default=25, help="prompts per task and length (default: 25)")
-    needles.add_argument("--seed", type=int, default=0, help="of the prompts")
-
-    perplexity = commands.add_parser("perplexity", parents=[model, texts], help="perplexity of a text, by position")
-    perplexity.add_argument("--window-tokens", type=int, default=4096, help="tokens per window (default: 4096)")
-    perplexity.add_argument("--num-windows", type=int, default=16, help="windows, spread evenly (default: 16)")
-    perplexity.add_argument("--bucket-tokens", type=int, default=512, help="positions per figure (default: 512)")
+    model, texts, windows, prompts = _model_options(), _text_options(), _window_options(), _needle_options()
+    commands.add_parser("needles", parents=[model, texts, prompts], help="RULER's eight needle tasks")
+    commands.add_parser("perplexity", parents=[model, texts, windows], help="perplexity of a text, by position")
+    commands.add_parser("all", parents=[model, texts, prompts, windows], help="all of these offline, and their report")
 
     questions = commands.add_parser("questions", parents=[model], help="multiple choice and mathematics")
     questions.add_argument("file", type=Path, help="questions: .jsonl, one object per line, or .csv in GPQA's columns")
@@ -118,6 +130,23 @@ def _text_options() -> argparse.ArgumentParser:
     return texts
 
 
+def _needle_options() -> argparse.ArgumentParser:
+    needles = argparse.ArgumentParser(add_help=False)
+    needles.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="prompt lengths in tokens")
+    needles.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
+    needles.add_argument("--num-items", type=int, default=25, help="prompts per task and length (default: 25)")
+    needles.add_argument("--seed", type=int, default=0, help="of the prompts")
+    return needles
+
+
+def _window_options() -> argparse.ArgumentParser:
+    perplexity = argparse.ArgumentParser(add_help=False)
+    perplexity.add_argument("--window-tokens", type=int, default=4096, help="tokens per window (default: 4096)")
+    perplexity.add_argument("--num-windows", type=int, default=16, help="windows, spread evenly (default: 16)")
+    perplexity.add_argument("--bucket-tokens", type=int, default=512, help="positions per figure (default: 512)")
+    return perplexity
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -146,11 +175,13 @@ def main(arguments: Sequence[str]) -> int:
         _check_model_options(options)
     try:
         if options.command == "needles":
-            _ask_needles(options)
+            _run_suites(options, _needle_suites(options, _load_tokenizer(options)))
         elif options.command == "perplexity":
-            _measure_perplexity(options)
+            _run_suites(options, [_perplexity_suite(options, _load_tokenizer(options))])
         elif options.command == "questions":
-            _ask_questions(options)
+            _run_suites(options, [_question_suite(options)])
+        elif options.command == "all":
+            _measure_all(options)
         elif options.command == "codec":
             _study_codec(options)
         else:
@@ -162,6 +193,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_model_options(options: argparse.Namespace) -> None:
     if options.cache is None:
+        if options.command == "all":
+            raise ValueError("--cache is missing: the caches to compare, the reference first, such as stock novakv")
         if options.method is None:
             raise ValueError("--method is missing: the name of this row in reports, such as bf16 or novakv")
         if getattr(options, "tokenizer", "none is needed") is None:
@@ -170,7 +203,9 @@ def _check_model_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--method {options.method} names one row, and there are {len(options.cache)} caches")
 
 
-def _asked_models(options: argparse.Namespace, max_tokens: int, max_model_len: int | None) -> Iterator[Asked]:
+def _asked_models(
+    options: argparse.Namespace, max_tokens: int, max_model_len: int | None
+) -> Iterator[tuple[str, Model, dict[str, Any]]]:
     """One model after the other; each engine ends before the next begins."""
     if options.cache is None:
         yield options.method, _endpoint(options, max_tokens), {}
@@ -214,9 +249,8 @@ def _chat_renderer(tokenizer: Any) -> Callable[[str], list[int]]:
     return render_chat
 
 
-def _ask_needles(options: argparse.Namespace) -> None:
-    render_chat = _chat_renderer(_load_tokenizer(options))
-    haystack = options.text.read_text(encoding="utf-8")
+def _needle_suites(options: argparse.Namespace, tokenizer: Any) -> list[Suite]:
+    haystack, render_chat = options.text.read_text(encoding="utf-8"), _chat_renderer(tokenizer)
     suites = []
     for length in options.lengths:
         items = [
@@ -225,61 +259,67 @@ def _ask_needles(options: argparse.Namespace) -> None:
             for item in build_ruler_items(task, haystack, render_chat, length, options.num_items, options.seed)
         ]
         config = {"prompt_tokens": length, "text": options.text.name, "seed": options.seed, "tasks": options.tasks}
-        suites.append((f"needles-{length}", items, config))
-    _ask(options, suites, MAX_ANSWER_TOKENS, max(options.lengths) + MAX_ANSWER_TOKENS)
+        suites.append(_item_suite(options, f"needles-{length}", items, config, MAX_ANSWER_TOKENS, length))
+    return suites
 
 
-def _ask_questions(options: argparse.Namespace) -> None:
+def _question_suite(options: argparse.Namespace) -> Suite:
     items = load_questions(options.file, options.limit, options.seed)
-    _ask(options, [(options.file.stem, items, {"file": options.file.name})], options.max_tokens, None)
+    return _item_suite(options, options.file.stem, items, {"file": options.file.name}, options.max_tokens, None)
 
 
-def _ask(
+def _item_suite(
     options: argparse.Namespace,
-    suites: list[tuple[str, list[Item], dict[str, Any]]],
+    name: str,
+    items: list[Item],
+    config: dict[str, Any],
     max_tokens: int,
-    max_model_len: int | None,
-) -> None:
-    for method, model, settings in _asked_models(options, max_tokens, max_model_len):
-        for suite, items, config in suites:
-            directory = options.out / method / suite
-            config = config | _run_config(options, method, suite) | settings
-            config |= {"temperature": options.temperature, "max_tokens": max_tokens}
-            batch_size = 4 * options.parallel if isinstance(model, Endpoint) else _OFFLINE_BATCH
-            asked = _noting_engine(model, model.answer, directory)
-            _show(method, suite, run_items(asked, items, directory, config, options.samples, batch_size))
-            print(directory)
+    prompt_tokens: int | None,
+) -> Suite:
+    batch_size = _OFFLINE_BATCH if options.cache else 4 * options.parallel
+    config = config | {"temperature": options.temperature, "max_tokens": max_tokens}
+
+    def run(model: Model, directory: Path, settings: dict[str, Any]) -> None:
+        asked = _noting_engine(model, model.answer, directory)
+        result = run_items(asked, items, directory, config | settings, options.samples, batch_size)
+        for task, score in [*result.task_scores.items(), ("mean", result.mean)]:
+            interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
+            print(f"{settings['method']}  {name}  {task:<20} {100 * score.estimate:5.1f}  {interval}")
+
+    return Suite(name, max_tokens, None if prompt_tokens is None else prompt_tokens + max_tokens, run)
 
 
-def _measure_perplexity(options: argparse.Namespace) -> None:
-    tokenizer = _load_tokenizer(options)
+def _perplexity_suite(options: argparse.Namespace, tokenizer: Any) -> Suite:
     token_ids = tokenizer.encode(options.text.read_text(encoding="utf-8"), add_special_tokens=False)
     windows = split_windows(token_ids, options.window_tokens, options.num_windows)
-    suite = f"perplexity-{options.window_tokens}"
-    # one token must be generated, because vLLM generates no fewer
-    for method, model, settings in _asked_models(options, 1, options.window_tokens + 1):
-        directory = options.out / method / suite
-        config = {"text": options.text.name} | _run_config(options, method, suite) | settings
+    name = f"perplexity-{options.window_tokens}"
+
+    def run(model: Model, directory: Path, settings: dict[str, Any]) -> None:
         asked = _noting_engine(model, model.prompt_logprobs, directory)
+        config = {"text": options.text.name} | settings
         losses = run_perplexity(asked, windows, options.bucket_tokens, directory, config)
-        print(f"{method}  {suite}  perplexity {total_perplexity(losses):.3f}")
-        print(directory)
+        print(f"{settings['method']}  {name}  perplexity {total_perplexity(losses):.3f}")
+
+    # one token must be generated, because vLLM generates no fewer
+    return Suite(name, 1, options.window_tokens + 1, run)
 
 
-def _study_codec(options: argparse.Namespace) -> None:
-    # vLLM logs its whole start-up; a study has its own progress bars
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_novakv.codec_study import StudySettings, study_codec
+def _run_suites(options: argparse.Namespace, suites: Sequence[Suite]) -> list[Path]:
+    """Every suite with every model, one engine per cache; returns the folders of the runs."""
+    lengths = [suite.max_model_len for suite in suites if suite.max_model_len is not None]
+    directories = []
+    models = _asked_models(options, max(suite.max_tokens for suite in suites), max(lengths, default=None))
+    for method, model, settings in models:
+        for suite in suites:
+            directory = options.out / method / suite.name
+            named = {"suite": suite.name, "method": method, "model": options.model.rstrip("/").rpartition("/")[2]}
+            suite.run(model, directory, settings | named)
+            print(directory, flush=True)
+            directories.append(directory)
+    return directories
 
-    chosen = {key: value for key, value in vars(options).items() if key not in ("command", "out", "layers")}
-    print(study_codec(StudySettings(**chosen, layers=tuple(options.layers)), options.out))
 
-
-def _run_config(options: argparse.Namespace, method: str, suite: str) -> dict[str, Any]:
-    return {"suite": suite, "method": method, "model": options.model.rstrip("/").rpartition("/")[2]}
-
-
-def _noting_engine(model: Endpoint | OfflineEngine, ask: Callable[..., Any], directory: Path) -> Callable[..., Any]:
+def _noting_engine(model: Model, ask: Callable[..., Any], directory: Path) -> Callable[..., Any]:
     """The same questions; an offline engine is noted in the run's folder with its first answer."""
 
     def asked(*arguments: Any) -> Any:
@@ -290,7 +330,30 @@ def _noting_engine(model: Endpoint | OfflineEngine, ask: Callable[..., Any], dir
     return asked
 
 
-def _show(method: str, suite: str, result: RunResult) -> None:
-    for task, score in [*result.task_scores.items(), ("mean", result.mean)]:
-        interval = f"[{100 * score.low:.1f}, {100 * score.high:.1f}]"
-        print(f"{method}  {suite}  {task:<20} {100 * score.estimate:5.1f}  {interval}")
+def _measure_all(options: argparse.Namespace) -> None:
+    """Needles, perplexity and the codec study, each unless it is there already, and the report over them."""
+    # hours may lie between here and the first plot
+    require_matplotlib()
+    report = options.out / "report"
+    if (report / REPORT_NAME).exists():
+        raise ValueError(f"{report} holds a report already; choose another --out")
+    tokenizer = _load_tokenizer(options)
+    suites = [*_needle_suites(options, tokenizer), _perplexity_suite(options, tokenizer)]
+    runs = _run_suites(options, suites)
+    study = options.out / "study"
+    if not (study / STUDY_NAME).exists():
+        _write_study(study, model=options.model, seed=options.seed, dtype=options.dtype)
+    print(write_report([read_run(path) for path in (*runs, study)], options.method or options.cache[0], report))
+
+
+def _study_codec(options: argparse.Namespace) -> None:
+    chosen = {key: value for key, value in vars(options).items() if key not in ("command", "out", "layers")}
+    print(_write_study(options.out, **chosen, layers=tuple(options.layers)))
+
+
+def _write_study(directory: Path, **settings: Any) -> Path:
+    # vLLM logs its whole start-up; a study has its own progress bars
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_novakv.codec_study import StudySettings, study_codec
+
+    return study_codec(StudySettings(**settings), directory)

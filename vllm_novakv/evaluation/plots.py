@@ -92,11 +92,20 @@ def save_figure(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=_DPI, format="png")
 
 
-def _new_figure(height_inches: float) -> Figure:
+def require_matplotlib() -> type[Figure]:
+    """matplotlib's figures.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the text names the extra.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "the report's plots need matplotlib; install the extra: pip install 'vllm-novakv[report]'"
         ) from error
-    return Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    return Figure
+
+
+def _new_figure(height_inches: float) -> Figure:
+    return require_matplotlib()(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
