@@ -1,5 +1,6 @@
 """Reports over finished runs, and the command that makes both, against a model that reads its prompt."""
 
+import dataclasses
 import json
 import math
 import re
@@ -253,7 +254,10 @@ class Tokenizer:
         return cls()
 
     def apply_chat_template(self, messages, **options):
-        return {"input_ids": [len(word) for word in messages[0]["content"].split()]}
+        return {"input_ids": self.encode(messages[0]["content"])}
+
+    def encode(self, text, **options):
+        return [len(word) for word in text.split()]
 
 
 def test_command_runs_continues_and_reports(tmp_path, monkeypatch, capsys):
@@ -273,6 +277,66 @@ def test_command_runs_continues_and_reports(tmp_path, monkeypatch, capsys):
     report = (tmp_path / "report" / "report.md").read_text()
     assert row(report, "int2", "Difference to bf16").count("-100.0 [-100.0, -100.0]") == 2
     assert str(tmp_path) not in report
+
+
+class Engine:
+    """Stands in for an offline engine: the 2-bit one forgets one task, and loses more at every token."""
+
+    started = 0
+
+    def __init__(self, model, cache, novakv, engine, max_tokens, temperature):
+        Engine.started += 1
+        self.arguments = (engine["max_model_len"], max_tokens)
+        self.is_exact = cache == "stock"
+        self.facts = {"bits_per_element": 16.0 if self.is_exact else 2.25}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def answer(self, items, sample):
+        # the longer of 600 + 128 tokens and 50 + 1
+        assert self.arguments == (728, 128)
+        return [" ".join(item.expected) if self.is_exact or item.task == "niah_single_1" else "?" for item in items]
+
+    def prompt_logprobs(self, windows):
+        return [[-math.log(4 if self.is_exact else 5)] * (len(window) - 1) for window in windows]
+
+
+def test_command_measures_everything_and_reports(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(command, "OfflineEngine", Engine)
+    monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
+
+    def write_study(directory, **settings):
+        assert settings == {"model": "m", "seed": 0, "dtype": "auto"}
+        directory.mkdir()
+        (directory / "study.json").write_text(json.dumps(dataclasses.asdict(study())))
+
+    monkeypatch.setattr(command, "_write_study", write_study)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"Sentence {i} says little about anything at all." for i in range(200)))
+    arguments = ["eval", "all", "--model", "m", "--text", str(text), "--out", str(tmp_path / "out")]
+    arguments += ["--lengths", "300", "600", "--num-items", "2", "--tasks", "niah_single_1", "niah_single_2"]
+    arguments += ["--window-tokens", "50", "--num-windows", "2"]
+    assert novakv(arguments) == 1
+    assert "--cache is missing" in capsys.readouterr().err
+    assert novakv([*arguments, "--cache", "stock", "novakv"]) == 0
+    assert Engine.started == 2
+    report = tmp_path / "out" / "report"
+    content = (report / "report.md").read_text()
+    assert row(content, "novakv", "Mean of the tasks").count("50.0 [50.0, 50.0]") == 2
+    assert row(content, "novakv", "Perplexity") == "| novakv | 2.25 | 5.000 |"
+    assert "| novakv | +25.00 % [+25.00, +25.00] |" in content
+    assert "## Codec study of m" in content
+    shown = set(re.findall(r"\]\(([\w.-]+)\)", content))
+    assert shown == {path.name for path in report.glob("*.png")}
+    assert len(shown) == 5
+    # everything is there: a second run writes nothing over it
+    assert novakv([*arguments, "--cache", "stock", "novakv"]) == 1
+    assert "holds a report already" in capsys.readouterr().err
 
 
 def test_command_asks_questions(tmp_path, monkeypatch, capsys):
