@@ -311,7 +311,7 @@ def test_command_measures_everything_and_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
 
     def write_study(directory, **settings):
-        assert settings == {"model": "m", "seed": 0, "dtype": "auto"}
+        assert settings == {"model": "m", "seed": 0, "dtype": "auto", "num_tokens": 2048}
         directory.mkdir()
         (directory / "study.json").write_text(json.dumps(dataclasses.asdict(study())))
 
@@ -320,7 +320,7 @@ def test_command_measures_everything_and_reports(tmp_path, monkeypatch, capsys):
     text.write_text(" ".join(f"Sentence {i} says little about anything at all." for i in range(200)))
     arguments = ["eval", "all", "--model", "m", "--text", str(text), "--out", str(tmp_path / "out")]
     arguments += ["--lengths", "300", "600", "--num-items", "2", "--tasks", "niah_single_1", "niah_single_2"]
-    arguments += ["--window-tokens", "50", "--num-windows", "2"]
+    arguments += ["--window-tokens", "50", "--num-windows", "2", "--study-tokens", "2048"]
     assert novakv(arguments) == 1
     assert "--cache is missing" in capsys.readouterr().err
     assert novakv([*arguments, "--cache", "stock", "novakv"]) == 0

@@ -75,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
     model, texts, windows, prompts = _model_options(), _text_options(), _window_options(), _needle_options()
     commands.add_parser("needles", parents=[model, texts, prompts], help="RULER's eight needle tasks")
     commands.add_parser("perplexity", parents=[model, texts, windows], help="perplexity of a text, by position")
-    commands.add_parser("all", parents=[model, texts, prompts, windows], help="all of these offline, and their report")
+    everything = commands.add_parser(
+        "all", parents=[model, texts, prompts, windows], help="both and a codec study offline, and their report"
+    )
+    everything.add_argument("--study-tokens", type=int, default=8192, help="tokens of the codec study (default: 8192)")
 
     questions = commands.add_parser("questions", parents=[model], help="multiple choice and mathematics")
     questions.add_argument("file", type=Path, help="questions: .jsonl, one object per line, or .csv in GPQA's columns")
@@ -342,7 +345,9 @@ def _measure_all(options: argparse.Namespace) -> None:
     runs = _run_suites(options, suites)
     study = options.out / "study"
     if not (study / STUDY_NAME).exists():
-        _write_study(study, model=options.model, seed=options.seed, dtype=options.dtype)
+        _write_study(
+            study, model=options.model, seed=options.seed, dtype=options.dtype, num_tokens=options.study_tokens
+        )
     print(write_report([read_run(path) for path in (*runs, study)], options.method or options.cache[0], report))
 
 
