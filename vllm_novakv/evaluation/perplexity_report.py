@@ -106,7 +106,7 @@ def describe_perplexity(runs: Sequence[PerplexityRun], reference: str) -> Sectio
             for method in methods
             if (method, suite) in by_place
         }
-        plots[f"{suite}.png"] = line_figure(f"perplexity, {suite}", "tokens up to", series)
+        plots[f"{suite}.png"] = line_figure(suite, "tokens up to", series)
         parts.append(f"![Perplexity by position]({suite}.png)")
     lines = [settings_line(run.method, run.suite, run.identity, run.environment) for _, run in sorted(by_place.items())]
     return Section([*parts, "## Perplexity runs", "\n".join(lines)], plots)
