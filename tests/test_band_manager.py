@@ -461,10 +461,10 @@ class Traffic:
         self.earlier = [*self.earlier[-11:], (prompt, request.sequence)]
 
 
-def fuzz(setup: Setup, num_requests: int, seed: int) -> Engine:
+def fuzz(setup: Setup, num_requests: int, seed: int, start=Engine) -> Engine:
     """Serve random traffic to its end; the engine checks every read of every step on the way."""
     rng = random.Random(seed)
-    engine = Engine(setup)
+    engine = start(setup)
     traffic = Traffic(rng, setup)
     chunks = [1, 17, 128, 256, 777, *[setup.max_num_batched_tokens] * 4]
     while engine.counts["requests"] < num_requests or engine.waiting or engine.running or engine.steps:

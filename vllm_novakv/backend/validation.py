@@ -9,6 +9,7 @@ from typing import Any
 from vllm_novakv.artifact import ArtifactError
 from vllm_novakv.backend.compat import VllmConfig, init_logger, vllm_version
 from vllm_novakv.backend.layer_state import load_artifact
+from vllm_novakv.backend.prefix_settings import resolve_prefix_index
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import ADDITIONAL_CONFIG_KEY, HistoryFormat, NovaKVConfig
 from vllm_novakv.fingerprint import (
@@ -40,15 +41,18 @@ def validate_and_resolve(vllm_config: VllmConfig) -> None:
     config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
     _refuse_unsupported_model(vllm_config, config)
     _refuse_unsupported_features(vllm_config)
+    resolved: dict[str, Any] = {}
+    if config.prefix_index is not None:
+        resolved["prefix_index"] = resolve_prefix_index(vllm_config, config.prefix_index)
     if config.history is HistoryFormat.EXACT:
         logger.warning(
             '%s: "history": "exact" stores keys and values without loss in more memory than a stock server uses; it is '
             "meant for tests",
             BACKEND_NAME,
         )
-        return
-    directory = _resolve_artifact(vllm_config, config)
-    settings = config.model_copy(update={"artifact": directory}).model_dump(mode="json")
+    else:
+        resolved["artifact"] = _resolve_artifact(vllm_config, config)
+    settings = config.model_copy(update=resolved).model_dump(mode="json")
     vllm_config.additional_config = {**_as_dict(vllm_config.additional_config), ADDITIONAL_CONFIG_KEY: settings}
 
 
