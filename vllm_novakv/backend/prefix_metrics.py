@@ -28,7 +28,7 @@ GAUGES = {
     "pinned_blocks": "Blocks of pinned prefixes, cached or not.",
     "pinned_blocks_limit": "Blocks that pins may take.",
     "cached_chunks": "Chunks that the retention policy counts as cached.",
-    "clusters": "Groups of prompts that share a prefix of at least 64 bits of information.",
+    "clusters": "Groups of prompts that share a prefix of at least one bit of information.",
     "index_sequences": "Different prompts in the index.",
     "index_tokens": "Tokens in the index, shared ones once.",
     "index_bytes": "Memory charged to the index.",

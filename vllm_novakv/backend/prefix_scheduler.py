@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_novakv.backend.compat import AsyncScheduler, Request, Scheduler, init_logger
 from vllm_novakv.backend.prefix_hook import PrefixHook, page_map
+from vllm_novakv.backend.prefix_settings import status_directory
 from vllm_novakv.config import NovaKVConfig
 from vllm_novakv.prefix.observer import Observer
 from vllm_novakv.prefix.pins import Pin, PinTable
@@ -31,7 +32,6 @@ class PrefixScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         settings = NovaKVConfig.from_additional_config(self.vllm_config.additional_config).prefix_index
         assert settings is not None, "validation chooses this class only with a prefix index"
-        assert settings.status_directory is not None, "validation resolves the directory"
         manager = self.kv_cache_manager
         pages = page_map(manager)
         num_blocks = manager.block_pool.num_gpu_blocks - 1
@@ -45,7 +45,7 @@ class PrefixScheduler(Scheduler):
             index,
             self.vllm_config.model_config.get_vocab_size(),
             settings.max_index_bytes,
-            status_file(settings.status_directory, rank),
+            status_file(status_directory(self.vllm_config, settings), rank),
             _of_rank(settings.snapshot, rank),
             settings.policy,
         )

@@ -14,6 +14,7 @@ from vllm_novakv.config import PrefixIndexConfig, PrefixPin
 from vllm_novakv.prefix.observer import open_trie
 
 SCHEDULER = "vllm_novakv.backend.prefix_scheduler.PrefixScheduler"
+_DIRECTORY = "_novakv_status_directory"
 ASYNC_SCHEDULER = "vllm_novakv.backend.prefix_scheduler.PrefixAsyncScheduler"
 
 
@@ -25,7 +26,7 @@ def resolve_prefix_index(vllm_config: VllmConfig, settings: PrefixIndexConfig) -
         settings: as given.
 
     Returns:
-        The same with token ids for every pin and a directory for the figures.
+        The same with token ids for every pin.
 
     Raises:
         ValueError: prefix caching is off, a pin's file cannot be read or tokenized, the snapshot is damaged or another
@@ -44,15 +45,25 @@ def resolve_prefix_index(vllm_config: VllmConfig, settings: PrefixIndexConfig) -
         )
     if settings.snapshot is not None:
         open_trie(settings.snapshot, model.get_vocab_size(), settings.max_index_bytes)
-    directory = settings.status_directory
+    register_metrics(status_directory(vllm_config, settings))
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    pins = tuple(_resolve_pin(pin, model) for pin in settings.pins)
+    return settings.model_copy(update={"pins": pins})
+
+
+def status_directory(vllm_config: VllmConfig, settings: PrefixIndexConfig) -> Path:
+    """Where the engines of this server leave their figures; exists afterwards.
+
+    A temporary directory is noted beside vLLM's own fields, so that it reaches the engine's process: as a setting it
+    would change the key of vLLM's compilation cache at every start.
+    """
+    directory = settings.status_directory or getattr(vllm_config, _DIRECTORY, None)
     if directory is None:
         directory = Path(tempfile.mkdtemp(prefix="novakv-prefix-"))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        setattr(vllm_config, _DIRECTORY, directory)
     directory.mkdir(parents=True, exist_ok=True)
-    register_metrics(directory)
-    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
-    pins = tuple(_resolve_pin(pin, model) for pin in settings.pins)
-    return settings.model_copy(update={"status_directory": directory, "pins": pins})
+    return directory
 
 
 def _resolve_pin(pin: PrefixPin, model: Any) -> PrefixPin:

@@ -29,8 +29,11 @@ STATUS_INTERVAL_S = 5.0
 HISTORY_SAMPLES = 720
 MIN_LOOK_INTERVAL_S = 30.0
 MAX_LOOK_SHARE = 0.002
-MIN_SHARED_BITS = 64.0
-"""Information that prompts must share to count as one cluster."""
+MIN_SHARED_BITS = 1.0
+"""Information that prompts must share to count as one cluster.
+
+Counted from the prompts alone, a prefix carries little where most prompts have it and much where few do.
+"""
 
 NUM_HOTTEST = 20
 SHOWN_TOKENS = 48
@@ -223,7 +226,7 @@ def _clusters(view: TrieView) -> dict[str, Any]:
     clusters = information_clusters(view, MIN_SHARED_BITS)
     result = saving(view, clusters)
     return {
-        "count": sum(len(cluster.members) > 1 for cluster in clusters),
+        "count": sum(int(view.own_weight[list(cluster.members)].sum()) > 1 for cluster in clusters),
         "min_shared_bits": MIN_SHARED_BITS,
         "covered_ratio": round(result.covered, 4),
         "predicted_saving_ratio": round(result.predicted, 4),
