@@ -11,15 +11,18 @@ from vllm_novakv.prefix.served import ServedIndex
 
 
 class IndexedEngine(Engine):
-    """Time passes by one second per call to the index."""
+    """Unless given a clock, time passes by one second per call to the index."""
 
-    def __init__(self, setup: Setup, policy="expected-reuse", pins=(), max_pinned_blocks=None) -> None:
+    def __init__(self, setup: Setup, policy="expected-reuse", pins=(), max_pinned_blocks=None, seconds=None) -> None:
         super().__init__(setup)
         pages = page_map(self.manager)
         limit = setup.num_blocks if max_pinned_blocks is None else max_pinned_blocks
-        seconds = itertools.count()
+        ticks = itertools.count()
         self.index = ServedIndex(
-            make_policy(policy), pages, PinTable(pages, list(pins), limit), clock=lambda: float(next(seconds))
+            make_policy(policy),
+            pages,
+            PinTable(pages, list(pins), limit),
+            clock=seconds or (lambda: float(next(ticks))),
         )
         self.hook = PrefixHook(self.manager, self.index, takes_request_pins=True)
 

@@ -6,6 +6,7 @@ go. The two wrapped platform methods live in ``plugin.py``, which must not impor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -131,15 +132,25 @@ def num_uncached_free_blocks(block_pool: BlockPool) -> int:
     return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
 
 
-def cached_blocks(block_pool: BlockPool, page_hash: Any, group: int) -> list[KVCacheBlock]:
-    """All blocks that are cached under a hash; requests that ran side by side can leave several of the same content.
+def cached_blocks(
+    block_pool: BlockPool, page_hashes: Iterable[bytes | None], group: int
+) -> list[tuple[KVCacheBlock, bytes]]:
+    """All blocks that are cached under hashes of a group, each with its hash; None stands for no hash.
 
-    Reads the pool's hash table, which gives one of them only. Can go when there is a public look-up of all.
+    Requests that ran side by side can leave several blocks of the same content. Reads the pool's hash table, which
+    gives one of them only. Can go when there is a public look-up of all.
     """
-    found = block_pool.cached_block_hash_to_block._cache.get(make_block_hash_with_group_id(page_hash, group))
-    if found is None:
-        return []
-    return list(found.values()) if isinstance(found, dict) else [found]
+    table = block_pool.cached_block_hash_to_block._cache
+    blocks: list[tuple[KVCacheBlock, bytes]] = []
+    for page_hash in page_hashes:
+        found = None if page_hash is None else table.get(make_block_hash_with_group_id(page_hash, group))
+        if found is None or page_hash is None:
+            continue
+        if isinstance(found, dict):
+            blocks.extend((block, page_hash) for block in found.values())
+        else:
+            blocks.append((found, page_hash))
+    return blocks
 
 
 def hash_and_group(block: KVCacheBlock) -> tuple[bytes, int]:

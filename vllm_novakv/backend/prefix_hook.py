@@ -26,8 +26,6 @@ from vllm_novakv.prefix.served import Arrival, ServedIndex
 
 PIN_ARGUMENT = "novakv_pin"
 UNPIN_ARGUMENT = "novakv_unpin"
-SWEEP = 2
-"""Blocks at the queue's front that are looked at for each block taken."""
 
 logger = init_logger(__name__)
 
@@ -66,11 +64,12 @@ class PrefixHook:
         pages = index.pages
         # (group, hashes of a chunk per page of the group)
         self._groups = [(i, group.block_tokens // pages.hash_tokens) for i, group in enumerate(pages.groups)]
+        self._pages_per_chunk = sum(pages.hashes_per_chunk // per_page for _, per_page in self._groups)
         self._full_groups = [i for i, group in enumerate(pages.groups) if group.window_tokens is None]
         # a look-ahead that spares calls; too small a pool to matter gets none
         self._batch = max(1, self._pool.num_gpu_blocks // 1024)
-        # blocks of chunks that the index gave up and that nobody has taken yet, with their hashes
-        self._given_up: deque[tuple[KVCacheBlock, bytes, int]] = deque()
+        # blocks of chunks that the index gave up and nobody has taken yet: block, its key in vLLM's table, its hash
+        self._given_up: deque[tuple[KVCacheBlock, Any, bytes]] = deque()
         self._queue = RetentionQueue(self._pool.free_block_queue, self._choose, self._is_pinned)
         self._pool.free_block_queue = self._queue
 
@@ -122,28 +121,29 @@ class PrefixHook:
 
     def _release_rest(self, hashes: list[Any]) -> None:
         """Blocks behind the last place where a request can resume serve no hit: they are the first to go."""
-        for page_hash in hashes:
-            blocks = [
-                block
-                for group, per_page in self._groups
-                if per_page == 1
-                for block in cached_blocks(self._pool, page_hash, group)
-                if block.ref_cnt == 0
-            ]
-            self._pool.evict_blocks({block.block_id for block in blocks})
-            for block in blocks:
-                self._queue.remove(block)
-            self._queue.prepend_n(blocks)
+        blocks = [
+            block
+            for group, per_page in self._groups
+            if per_page == 1
+            for block, _ in cached_blocks(self._pool, hashes, group)
+            if block.ref_cnt == 0
+        ]
+        self._pool.evict_blocks({block.block_id for block in blocks})
+        for block in blocks:
+            self._queue.remove(block)
+        self._queue.prepend_n(blocks)
 
     def _choose(self, count: int) -> list[KVCacheBlock]:
         chosen = self._sweep(count)
         while len(chosen) < count:
-            if not self._given_up and not self._give_up(max(count - len(chosen), self._batch)):
+            # as few chunks as may do: those given up early are out of the policy's sight
+            num_chunks = max((count - len(chosen)) // self._pages_per_chunk, self._batch)
+            if not self._given_up and not self._give_up(num_chunks):
                 break
             while self._given_up and len(chosen) < count:
-                block, page_hash, group = self._given_up.popleft()
-                is_free = block.ref_cnt == 0 and block.prev_free_block is not None and block.block_hash is not None
-                if is_free and hash_and_group(block) == (page_hash, group) and not self._index.is_wanted(page_hash):
+                block, key, page_hash = self._given_up.popleft()
+                is_free = block.ref_cnt == 0 and block.prev_free_block is not None
+                if is_free and block.block_hash == key and not self._index.is_wanted(page_hash):
                     self._queue.remove(block)
                     chosen.append(block)
         return chosen
@@ -152,21 +152,19 @@ class PrefixHook:
         evicted = self._index.evict(num_chunks)
         for hashes in evicted:
             for group, per_page in self._groups:
-                for page_hash in hashes[per_page - 1 :: per_page]:
-                    if page_hash is not None:
-                        blocks = cached_blocks(self._pool, page_hash, group)
-                        self._given_up.extend((block, page_hash, group) for block in blocks)
+                for block, page_hash in cached_blocks(self._pool, hashes[per_page - 1 :: per_page], group):
+                    self._given_up.append((block, block.block_hash, page_hash))
         return bool(evicted)
 
     def _sweep(self, count: int) -> list[KVCacheBlock]:
-        """Take blocks from the front that belong to no chunk of the index: duplicates and remains.
+        """Look at a quarter as many blocks at the front; take those of no chunk of the index: duplicates and remains.
 
         Others go to the back, so that in time the sweep sees all blocks.
         """
         found: list[KVCacheBlock] = []
-        for _ in range(SWEEP * count):
+        for _ in range(-(-count // 4)):
             block = self._queue.first()
-            if block is None or len(found) == count:
+            if block is None:
                 break
             self._queue.remove(block)
             if block.block_hash is None or not self._index.is_wanted(hash_and_group(block)[0]):

@@ -39,14 +39,16 @@ class RetentionQueue(FreeKVCacheBlockQueue):
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take ``n`` blocks: those without a cached prefix, then chosen ones, then the least recently used."""
+        if not n:
+            return []
         num_plain = 0
         block = self.fake_free_list_head.next_free_block
         while num_plain < n and block is not self.fake_free_list_tail and block.block_hash is None:
             num_plain += 1
             block = block.next_free_block
-        blocks = super().popleft_n(num_plain)
         if num_plain == n:
-            return blocks
+            return super().popleft_n(n)
+        blocks = super().popleft_n(num_plain)
         blocks += self._choose(n - num_plain)
         for _ in range(self.num_free_blocks):
             if len(blocks) == n:

@@ -189,13 +189,13 @@ class ServedIndex:
         self._shadow.clear()
 
     def _remember(self, keys: Sequence[bytes], hashes: Sequence[bytes]) -> None:
-        step = self.pages.hashes_per_chunk
+        step, num_chunks_of = self.pages.hashes_per_chunk, self._num_chunks_of
         for index, key in enumerate(keys):
             if key not in self._hashes:
                 own = tuple(hashes[index * step : (index + 1) * step])
                 self._hashes[key] = own
                 for page_hash in own:
-                    self._num_chunks_of[page_hash] = self._num_chunks_of.get(page_hash, 0) + 1
+                    num_chunks_of[page_hash] = num_chunks_of.get(page_hash, 0) + 1
 
     def _forget(self, keys: Sequence[bytes]) -> list[tuple[bytes | None, ...]]:
         """Drop chunks that are neither cached nor held; returns the hashes of each that nothing else needs."""

@@ -61,10 +61,10 @@ class ShadowLRU:
         pages = self._map.pages_for_hits(
             boundary for boundary in boundaries if boundary <= num_chunks * self._map.chunk_tokens
         )
-        for page in pages:
-            name = (page[0], self._map.page_hash(hashes, page))
-            self._cached.pop(name, None)
-            self._cached[name] = None
+        names = dict.fromkeys((page[0], self._map.page_hash(hashes, page)) for page in pages)
+        for name in names.keys() & self._cached.keys():
+            del self._cached[name]
+        self._cached.update(names)
         while len(self._cached) > max(capacity_pages, 0):
             self._cached.popitem(last=False)
 
