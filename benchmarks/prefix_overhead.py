@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
@@ -97,7 +96,7 @@ def serve(engine: Engine, arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print one JSON record."""
+    """Serve, print, write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64, help="running at the same time")
     parser.add_argument("--total", type=int, default=400, help="requests until the end")
@@ -106,6 +105,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20_000, help="of the pool")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policy", default="expected-reuse")
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records", help="folder for the record")
     arguments = parser.parse_args()
     setup = Setup(
         arguments.blocks,
@@ -115,12 +115,14 @@ def main() -> None:
         max_steps_in_flight=2,
         prompt_recent_tokens=1024,
     )
-    record: dict[str, object] = {"python": platform.python_version(), "arguments": vars(arguments)}
+    results: dict[str, object] = {}
     # in turns, so that a slow moment of the machine hits both
     for number in range(arguments.repeats):
-        record[f"manager {number}"] = serve(Engine(setup), arguments)
-        record[f"index {number}"] = serve(IndexedEngine(setup, arguments.policy, seconds=time.monotonic), arguments)
-    print(json.dumps(record, indent=1))
+        results[f"manager {number}"] = serve(Engine(setup), arguments)
+        results[f"index {number}"] = serve(IndexedEngine(setup, arguments.policy, seconds=time.monotonic), arguments)
+    print(json.dumps(results, indent=1))
+    settings = {name: value for name, value in vars(arguments).items() if name != "records"}
+    print(write_record(arguments.records, "prefix-overhead", settings, results))
 
 
 if __name__ == "__main__":
