@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from engine_simulation import Engine, Setup
 from indexed_engine import IndexedEngine
 
+from vllm_novakv.evaluation.record import write_record
+
 
 class Timed:
     """Processor time of some methods, summed up."""

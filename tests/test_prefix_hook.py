@@ -187,8 +187,9 @@ def test_request_pins_its_prompt_within_the_limit():
     scan(engine)
     assert engine.serve(prompt) == 640
     assert engine.index.pins.num_pages == 41
-    engine.add(tokens(641, seed=9), novakv_pin="another")
     engine.add(prompt, novakv_pin="mine")
+    engine.add(tokens(641, seed=9), novakv_pin="another")
+    engine.add(tokens(641, seed=9), novakv_pin="mine")
     engine.add(prompt, novakv_unpin="unknown")
     engine.run()
     assert engine.index.counts.refused_pins == 3

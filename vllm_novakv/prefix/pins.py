@@ -104,7 +104,7 @@ class PinTable:
         """Unbound pins that a prompt begins with."""
         return [pin for pin in self._unbound if tuple(prompt[: len(pin.tokens)]) == pin.tokens]
 
-    def bind(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
+    def bind(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...] | None:
         """Bind a configured pin, or add one that a request asks for.
 
         Args:
@@ -113,15 +113,17 @@ class PinTable:
             num_tokens: tokens to keep; rounded down to whole chunks.
 
         Returns:
-            Keys of its chunks.
+            Keys of its chunks; None if the very same pin is bound already.
 
         Raises:
-            PinLimitError: the name is taken, less than a chunk is left, or the pins would exceed the limit.
+            PinLimitError: another prefix has the name, less than a chunk is left, or the pins would exceed the limit.
         """
         is_configured = any(pin.name == name for pin in self._unbound)
         length = self._map.floor(min(num_tokens, len(hashes) * self._map.hash_tokens))
+        if name in self._bound and self._bound[name].keys == self._map.chunk_keys(hashes, length):
+            return None
         if name in self._bound:
-            raise PinLimitError(f"pin {name!r} exists; unpin it first")
+            raise PinLimitError(f"pin {name!r} keeps another prefix; unpin it first")
         if not length:
             raise PinLimitError(f"pin {name!r} is shorter than {self._map.chunk_tokens} tokens, nothing can be kept")
         pages = frozenset((page[0], self._map.page_hash(hashes, page)) for page in self._map.pages_for_hit(length))

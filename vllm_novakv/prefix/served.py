@@ -214,6 +214,8 @@ class ServedIndex:
 
     def _pin(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> None:
         keys = self.pins.bind(name, hashes, num_tokens)
+        if keys is None:
+            return
         self._remember(keys, hashes)
         # the limit is the table's, in pages
         self._policy.pin(name, keys, 1 << 62)
