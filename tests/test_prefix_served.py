@@ -165,6 +165,17 @@ def test_observer_skips_what_is_no_token(tmp_path):
     assert observer.trie.num_sequences == 1
 
 
+def test_snapshot_is_written_now_and_then(tmp_path):
+    snapshot = tmp_path / "prompts.trie"
+    index, observer = observed(tmp_path, snapshot)
+    serve(index, 0, [1] * 130)
+    observer.update()
+    assert not snapshot.exists()
+    observer._next_save_s = 0.0
+    observer.update()
+    assert open_trie(snapshot, 300, 1 << 20).num_sequences == 1
+
+
 def test_thread_writes_figures_until_closed(tmp_path):
     _, observer = observed(tmp_path)
     observer.start()
@@ -187,7 +198,9 @@ def test_damaged_snapshot_is_refused(tmp_path, content):
 
 def test_snapshot_of_another_vocabulary_is_refused(tmp_path):
     snapshot = tmp_path / "prompts.trie"
-    observed(tmp_path, snapshot)[1].close()
+    index, observer = observed(tmp_path, snapshot)
+    serve(index, 0, [1] * 130)
+    observer.close()
     with pytest.raises(ValueError, match="knows 300 tokens, the model 500"):
         open_trie(snapshot, 500, 1 << 20)
 

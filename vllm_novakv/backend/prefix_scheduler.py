@@ -39,8 +39,8 @@ class PrefixScheduler(Scheduler):
             pages, [Pin(pin.name, pin.tokens) for pin in settings.pins], int(settings.max_pinned_ratio * num_blocks)
         )
         index = ServedIndex(make_policy(settings.policy), pages, pins)
-        parallel = self.vllm_config.parallel_config
-        rank = parallel.data_parallel_rank if parallel.data_parallel_size > 1 else 0
+        # the engine's number; the rank is 0 in every engine that shares no experts with others
+        rank = self.vllm_config.parallel_config.data_parallel_index
         self._novakv_observer = Observer(
             index,
             self.vllm_config.model_config.get_vocab_size(),

@@ -1,7 +1,8 @@
 """Watches a served index from a thread of its own: stores prompts, writes figures, saves at the end.
 
-The scheduler only appends to a queue; whatever is slow happens here. A look at the whole trie takes time during which
-the scheduler's thread competes for the interpreter, so such looks are rationed to `MAX_LOOK_SHARE` of the time.
+The scheduler only appends to a queue; whatever is slow happens here. A look at the whole trie, and a snapshot, take time
+during which the scheduler's thread competes for the interpreter, so each is rationed to `MAX_LOOK_SHARE` of the time.
+vLLM may kill an engine that has been told to end, so the snapshot is not left to the end alone.
 """
 
 import logging
@@ -28,6 +29,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 STATUS_INTERVAL_S = 5.0
 HISTORY_SAMPLES = 720
 MIN_LOOK_INTERVAL_S = 30.0
+MIN_SAVE_INTERVAL_S = 60.0
 MAX_LOOK_SHARE = 0.002
 MIN_SHARED_BITS = 1.0
 """Information that prompts must share to count as one cluster.
@@ -47,7 +49,7 @@ class Observer:
         vocab_size: token ids are below it.
         max_bytes: bound of the trie.
         status_file: JSON figures, replaced every few seconds, removed at the end.
-        snapshot: read now if it exists, written by `close`; None: neither.
+        snapshot: read now if it exists, written now and then and by `close`; None: neither.
         policy: name, shown.
 
     Raises:
@@ -73,6 +75,8 @@ class Observer:
         self._look: dict[str, Any] = {"hottest": [], "clusters": {"count": 0}}
         self._next_look_s = 0.0
         self._looked_at = -1
+        self._next_save_s = time.monotonic() + MIN_SAVE_INTERVAL_S
+        self._has_news = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="novakv-prefix-observer", daemon=True)
 
@@ -93,16 +97,18 @@ class Observer:
         if self._thread.is_alive():
             self._thread.join()
         self._store_prompts()
-        if self._snapshot is not None:
-            try:
-                self._snapshot.parent.mkdir(parents=True, exist_ok=True)
-                save_trie(self._trie, self._snapshot)
-            except OSError:
-                logger.exception("NOVAKV prefix index: the snapshot %s could not be written", self._snapshot)
+        try:
+            self._save()
+        except OSError:
+            logger.exception("NOVAKV prefix index: the snapshot %s could not be written", self._snapshot)
         self._status_file.unlink(missing_ok=True)
 
     def update(self) -> None:
-        """Store waiting prompts, take a sample and write the figures."""
+        """Store waiting prompts, take a sample, write the figures and, if it is time, the snapshot.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         self._store_prompts()
         counts = self._index.counts
         self._history.append(
@@ -110,6 +116,10 @@ class Observer:
         )
         self._look_at_trie()
         write_status(self._status_file, self.status())
+        if (now_s := time.monotonic()) >= self._next_save_s:
+            self._save()
+            took_s = time.monotonic() - now_s
+            self._next_save_s = now_s + max(MIN_SAVE_INTERVAL_S, took_s / MAX_LOOK_SHARE)
 
     def status(self) -> dict[str, Any]:
         """Figures of now, as JSON can hold them."""
@@ -144,10 +154,16 @@ class Observer:
                 self.update()
             except OSError:
                 if not has_failed:
-                    logger.exception("NOVAKV prefix index: its figures cannot be written, metrics will miss them")
+                    logger.exception("NOVAKV prefix index: figures or snapshot cannot be written")
                 has_failed = True
             if self._stop.wait(STATUS_INTERVAL_S):
                 return
+
+    def _save(self) -> None:
+        if self._snapshot is not None and self._has_news:
+            self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+            save_trie(self._trie, self._snapshot)
+            self._has_news = False
 
     def _store_prompts(self) -> None:
         prompts = self._index.prompts
@@ -155,6 +171,7 @@ class Observer:
         while prompts:
             try:
                 self._trie.insert(prompts.popleft()[:max_tokens])
+                self._has_news = True
             except ValueError:
                 # placeholders of images and the like are no tokens of the vocabulary
                 self._num_skipped += 1
