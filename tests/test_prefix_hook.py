@@ -201,6 +201,15 @@ def test_request_pins_its_prompt_within_the_limit():
     engine.check_idle()
 
 
+def test_pin_is_bound_by_its_whole_chunks():
+    prefix = tokens(400, seed=0)
+    engine = IndexedEngine(Setup(200), "gdsf", [Pin("system", tuple(prefix))])
+    engine.serve(prefix[:383] + tokens(50, seed=1))
+    assert not engine.index.pins.bound
+    engine.serve(prefix[:390] + tokens(50, seed=1))
+    assert engine.index.pins.bound["system"].num_tokens == 384
+
+
 def test_request_cannot_remove_a_configured_pin():
     prefix = tokens(640, seed=0)
     engine = IndexedEngine(Setup(200), "gdsf", [Pin("system", tuple(prefix))])

@@ -1,8 +1,8 @@
 """Watches a served index from a thread of its own: stores prompts, writes figures, saves at the end.
 
-The scheduler only appends to a queue; whatever is slow happens here. A look at the whole trie, and a snapshot, take time
-during which the scheduler's thread competes for the interpreter, so each is rationed to `MAX_LOOK_SHARE` of the time.
-vLLM may kill an engine that has been told to end, so the snapshot is not left to the end alone.
+The scheduler only appends to a queue; whatever is slow happens here. A look at the whole trie, and a snapshot, take
+time during which the scheduler's thread competes for the interpreter, so each is rationed to `MAX_LOOK_SHARE` of the
+time. vLLM may kill an engine that has been told to end, so the snapshot is not left to the end alone.
 """
 
 import logging

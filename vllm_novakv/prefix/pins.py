@@ -101,8 +101,16 @@ class PinTable:
         return (group, page_hash) in self._pinned
 
     def matching(self, prompt: Sequence[int]) -> list[Pin]:
-        """Unbound pins that a prompt begins with."""
-        return [pin for pin in self._unbound if tuple(prompt[: len(pin.tokens)]) == pin.tokens]
+        """Unbound pins whose whole chunks a prompt begins with.
+
+        The rest is not kept anyway, and the last token of a text may differ from that of the text continued.
+        """
+        lengths = [self._map.floor(len(pin.tokens)) for pin in self._unbound]
+        return [
+            pin
+            for pin, length in zip(self._unbound, lengths, strict=True)
+            if tuple(prompt[:length]) == pin.tokens[:length]
+        ]
 
     def bind(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...] | None:
         """Bind a configured pin, or add one that a request asks for.

@@ -120,7 +120,7 @@ class ServedIndex:
         self._running[arrival.request_id] = arrival
         self._remember(keys, arrival.hashes)
         for pin in self.pins.matching(arrival.prompt) if arrival.prompt is not None else ():
-            self._pin(pin.name, arrival.hashes, len(pin.tokens))
+            self._pin(pin.name, arrival.hashes, self.pages.floor(len(pin.tokens)))
         if arrival.unpin is not None:
             self._unpin(arrival.unpin)
         if arrival.pin is not None:
