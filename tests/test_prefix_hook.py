@@ -210,9 +210,12 @@ def test_pin_is_bound_by_its_whole_chunks():
     assert engine.index.pins.bound["system"].num_tokens == 384
 
 
-def test_request_cannot_remove_a_configured_pin():
+def test_request_cannot_remove_or_take_over_a_configured_pin():
     prefix = tokens(640, seed=0)
     engine = IndexedEngine(Setup(200), "gdsf", [Pin("system", tuple(prefix))])
+    engine.add(tokens(129, seed=10), novakv_pin="system")
+    engine.run()
+    assert engine.index.counts.refused_pins == 1
     engine.serve(prefix + tokens(50, seed=1))
     engine.add(tokens(129, seed=10), novakv_unpin="system")
     engine.run()

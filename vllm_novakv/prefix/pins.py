@@ -112,13 +112,16 @@ class PinTable:
             if tuple(prompt[:length]) == pin.tokens[:length]
         ]
 
-    def bind(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...] | None:
+    def bind(
+        self, name: str, hashes: Sequence[bytes], num_tokens: int, is_configured: bool
+    ) -> tuple[bytes, ...] | None:
         """Bind a configured pin, or add one that a request asks for.
 
         Args:
             name: of the pin.
             hashes: of the blocks of a prompt that begins with it.
             num_tokens: tokens to keep; rounded down to whole chunks.
+            is_configured: whether the name is that of a configured pin; otherwise no such pin may have it.
 
         Returns:
             Keys of its chunks; None if the very same pin is bound already.
@@ -126,11 +129,10 @@ class PinTable:
         Raises:
             PinLimitError: another prefix has the name, less than a chunk is left, or the pins would exceed the limit.
         """
-        is_configured = any(pin.name == name for pin in self._unbound)
         length = self._map.floor(min(num_tokens, len(hashes) * self._map.hash_tokens))
         if name in self._bound and self._bound[name].keys == self._map.chunk_keys(hashes, length):
             return None
-        if name in self._bound:
+        if name in self._bound or (not is_configured and any(pin.name == name for pin in self._unbound)):
             raise PinLimitError(f"pin {name!r} keeps another prefix; unpin it first")
         if not length:
             raise PinLimitError(f"pin {name!r} is shorter than {self._map.chunk_tokens} tokens, nothing can be kept")

@@ -120,12 +120,12 @@ class ServedIndex:
         self._running[arrival.request_id] = arrival
         self._remember(keys, arrival.hashes)
         for pin in self.pins.matching(arrival.prompt) if arrival.prompt is not None else ():
-            self._pin(pin.name, arrival.hashes, self.pages.floor(len(pin.tokens)))
+            self._pin(pin.name, arrival.hashes, self.pages.floor(len(pin.tokens)), is_configured=True)
         if arrival.unpin is not None:
             self._unpin(arrival.unpin)
         if arrival.pin is not None:
             try:
-                self._pin(arrival.pin, arrival.hashes, arrival.num_prompt_tokens)
+                self._pin(arrival.pin, arrival.hashes, arrival.num_prompt_tokens, is_configured=False)
             except PinLimitError as error:
                 self.counts.refused_pins += 1
                 return str(error)
@@ -212,8 +212,8 @@ class ServedIndex:
             return None
         return page_hash
 
-    def _pin(self, name: str, hashes: Sequence[bytes], num_tokens: int) -> None:
-        keys = self.pins.bind(name, hashes, num_tokens)
+    def _pin(self, name: str, hashes: Sequence[bytes], num_tokens: int, is_configured: bool) -> None:
+        keys = self.pins.bind(name, hashes, num_tokens, is_configured)
         if keys is None:
             return
         self._remember(keys, hashes)
