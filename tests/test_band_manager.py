@@ -203,7 +203,9 @@ def test_start_up_log_states_sizes(monkeypatch):
     # 8 * 36 / 128 bits; 30 layers x 3 heads x 36 bytes, and x 128 elements x 2 bytes.
     assert lines == {
         "NOVAKV cache: 2.250 bits per element, 3240 bytes per token of history in 30 layers (BF16: 23040); BF16 band "
-        "of 64 first and 256 latest tokens (512 for a prompt's tokens), 28 blocks of 16 tokens a decoding request"
+        "of 64 first and 256 latest tokens (512 for a prompt's tokens), 28 blocks of 16 tokens a decoding request",
+        "NOVAKV prefix cache: the smallest cacheable prefix is 128 tokens, of a prompt of at least 129; longer ones "
+        "count in steps of 128",
     }
 
 
@@ -461,10 +463,10 @@ class Traffic:
         self.earlier = [*self.earlier[-11:], (prompt, request.sequence)]
 
 
-def fuzz(setup: Setup, num_requests: int, seed: int) -> Engine:
+def fuzz(setup: Setup, num_requests: int, seed: int, start=Engine) -> Engine:
     """Serve random traffic to its end; the engine checks every read of every step on the way."""
     rng = random.Random(seed)
-    engine = Engine(setup)
+    engine = start(setup)
     traffic = Traffic(rng, setup)
     chunks = [1, 17, 128, 256, 777, *[setup.max_num_batched_tokens] * 4]
     while engine.counts["requests"] < num_requests or engine.waiting or engine.running or engine.steps:

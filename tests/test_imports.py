@@ -29,6 +29,7 @@ FORBIDDEN_PARTS = {
     "backend": {"calibration", "cli", "doctor", "evaluation"},
     "plugin": {"calibration", "cli", "doctor", "evaluation"},
     "calibration": {"backend", "cli", "doctor", "evaluation", "plugin"},
+    "prefix": {"artifact", "backend", "calibration", "cli", "codec", "config", "doctor", "evaluation", "ops", "plugin"},
     "evaluation": {
         *("artifact", "backend", "calibration", "cli", "codec_study", "doctor", "eval_command", "offline", "ops"),
         "plugin",

@@ -11,7 +11,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from vllm_novakv.prefix.policy import policy_names
 
 ADDITIONAL_CONFIG_KEY = "novakv"
 BAND_BLOCK_TOKENS = 16
@@ -24,6 +35,72 @@ class HistoryFormat(str, Enum):
     """The 2-bit records that the fitted artifact describes."""
     EXACT = "exact"
     """Lossless keys and values in the model's type: for tests of the plumbing, uses more memory than no plugin."""
+
+
+class PrefixPin(BaseModel):
+    """A prefix that stays cached: either its token ids or a text file, which the model's tokenizer turns into them.
+
+    Raises:
+        ValueError: neither or both are given, or a token id is negative.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, description="Shown in logs, metrics and pages.")
+    tokens: tuple[StrictInt, ...] = Field(default=(), description="Token ids from the start of the prompt.")
+    file: Path | None = Field(default=None, description="UTF-8 text; tokenized as the start of a prompt.")
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.tokens) == (self.file is not None):
+            raise ValueError(f"pin {self.name!r} needs either tokens or a file")
+        if any(token < 0 for token in self.tokens):
+            raise ValueError(f"pin {self.name!r}: token ids start at 0")
+        return self
+
+
+class PrefixIndexConfig(BaseModel):
+    """Settings of the prefix index; the index is off without them.
+
+    Raises:
+        ValueError: an unknown key or policy, a value outside its range, or two pins of one name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str = Field(default="expected-reuse", description="Which cached blocks are evicted first.")
+    pins: tuple[PrefixPin, ...] = Field(default=(), description="Prefixes that are evicted last.")
+    max_pinned_ratio: float = Field(
+        default=0.25, ge=0.0, le=0.9, description="Share of the pool's blocks that all pins together may take."
+    )
+    allow_request_pins: StrictBool = Field(
+        default=False, description="Whether a request may pin its prompt with vllm_xargs."
+    )
+    snapshot: Path | None = Field(
+        default=None,
+        description="File for the prompts' statistics, read at start and written at shutdown.",
+    )
+    max_index_bytes: StrictInt = Field(
+        default=1 << 25, ge=1 << 16, le=1 << 32, description="Memory bound of the index of prompts."
+    )
+    status_directory: Path | None = Field(
+        default=None, description="Where the engine leaves its figures for metrics and page; default: a temporary one."
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in policy_names():
+            raise ValueError(f"policy {value!r} is unknown; choose one of {', '.join(policy_names())}")
+        return value
+
+    @field_validator("pins")
+    @classmethod
+    def _names_differ(cls, value: tuple[PrefixPin, ...]) -> tuple[PrefixPin, ...]:
+        names = [pin.name for pin in value]
+        if len(set(names)) < len(names):
+            raise ValueError(f"pins need different names, got {names}")
+        return value
 
 
 class NovaKVConfig(BaseModel):
@@ -60,6 +137,9 @@ class NovaKVConfig(BaseModel):
         default=None,
         description="Compared method through which keys and values pass on their way into an exact history; for "
         "measurements only.",
+    )
+    prefix_index: PrefixIndexConfig | None = Field(
+        default=None, description="Retention policy, pins and statistics of the prefix cache; off by default."
     )
 
     @field_validator("sink_tokens", "recent_tokens", "prompt_recent_tokens")

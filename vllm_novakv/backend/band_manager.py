@@ -82,6 +82,15 @@ class BandManager(SingleTypeKVCacheManager):
             self.geometry.steady_blocks(spec.max_model_len),
             BAND_BLOCK_TOKENS,
         )
+        if self.enable_caching:
+            step = max(self.scheduler_block_size, BLOCK_TOKENS)
+            logger.info_once(
+                "NOVAKV prefix cache: the smallest cacheable prefix is %d tokens, of a prompt of at least %d; longer "
+                "ones count in steps of %d",
+                step,
+                step + 1,
+                step,
+            )
 
     def get_num_blocks_to_allocate(
         self,

@@ -6,6 +6,7 @@ go. The two wrapped platform methods live in ``plugin.py``, which must not impor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,7 +29,18 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock, resolve_block_hashes
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHashList,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -36,6 +48,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheLayout,
     KVCacheSpec,
     KVQuantMode,
+    SlidingWindowSpec,
     replace_as,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -45,6 +58,7 @@ if TYPE_CHECKING:
     from vllm_novakv.ops.flash_prefill import FlashAttention
 
 __all__ = [
+    "AsyncScheduler",
     "AttentionBackend",
     "AttentionBackendEnum",
     "AttentionCGSupport",
@@ -57,24 +71,31 @@ __all__ = [
     "BlockHashList",
     "BlockPool",
     "CommonAttentionMetadata",
+    "FreeKVCacheBlockQueue",
     "FullAttentionManager",
     "FullAttentionSpec",
     "KVCacheBlock",
     "KVCacheLayout",
+    "KVCacheManager",
     "KVCacheSpec",
     "KVQuantMode",
     "MultipleOf",
     "Request",
+    "Scheduler",
     "SingleTypeKVCacheManager",
+    "SlidingWindowSpec",
     "VllmConfig",
+    "cached_blocks",
     "extract_layer_index",
     "flash_attention",
     "get_current_vllm_config",
     "get_forward_context",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
+    "hash_and_group",
     "init_logger",
     "layer_metadata",
+    "load_tokenizer",
     "num_uncached_free_blocks",
     "publish_prompt_lengths",
     "register_spec",
@@ -109,6 +130,32 @@ def num_uncached_free_blocks(block_pool: BlockPool) -> int:
     Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
     """
     return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
+
+
+def cached_blocks(
+    block_pool: BlockPool, page_hashes: Iterable[bytes | None], group: int
+) -> list[tuple[KVCacheBlock, bytes]]:
+    """All blocks that are cached under hashes of a group, each with its hash; None stands for no hash.
+
+    Requests that ran side by side can leave several blocks of the same content. Reads the pool's hash table, which
+    gives one of them only. Can go when there is a public look-up of all.
+    """
+    table = block_pool.cached_block_hash_to_block._cache
+    blocks: list[tuple[KVCacheBlock, bytes]] = []
+    for page_hash in page_hashes:
+        found = None if page_hash is None else table.get(make_block_hash_with_group_id(page_hash, group))
+        if found is None or page_hash is None:
+            continue
+        if isinstance(found, dict):
+            blocks.extend((block, page_hash) for block in found.values())
+        else:
+            blocks.append((found, page_hash))
+    return blocks
+
+
+def hash_and_group(block: KVCacheBlock) -> tuple[bytes, int]:
+    """The hash under which a block is cached, and the group that it belongs to."""
+    return get_block_hash(block.block_hash), get_group_id(block.block_hash)
 
 
 def flash_attention(head_size: int) -> FlashAttention | None:
@@ -209,6 +256,13 @@ def stock_backend_like(vllm_config: VllmConfig, layer: Any) -> type[AttentionBac
             )
     finally:
         attention.backend, attention.backend_per_kind = selected, per_kind
+
+
+def load_tokenizer(model_config: Any) -> Any:
+    """The served model's tokenizer, by vLLM's own rules. Its module moves; can go when it has a fixed place."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model_config)
 
 
 def vllm_version() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_novakv.artifact import ArtifactError
 from vllm_novakv.backend.compat import VllmConfig, init_logger, vllm_version
 from vllm_novakv.backend.layer_state import load_artifact, load_artifact_moments
+from vllm_novakv.backend.prefix_settings import resolve_prefix_index
 from vllm_novakv.baselines import BASELINES
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import ADDITIONAL_CONFIG_KEY, HistoryFormat, NovaKVConfig
@@ -43,6 +44,9 @@ def validate_and_resolve(vllm_config: VllmConfig) -> None:
     config = NovaKVConfig.from_additional_config(vllm_config.additional_config)
     _refuse_unsupported_model(vllm_config, config)
     _refuse_unsupported_features(vllm_config)
+    resolved: dict[str, Any] = {}
+    if config.prefix_index is not None:
+        resolved["prefix_index"] = resolve_prefix_index(vllm_config, config.prefix_index)
     needs = "artifact"
     if config.history is HistoryFormat.EXACT:
         logger.warning(
@@ -51,11 +55,10 @@ def validate_and_resolve(vllm_config: VllmConfig) -> None:
             BACKEND_NAME,
         )
         needs = "nothing" if config.baseline is None else BASELINES[config.baseline].needs
-    if needs == "nothing":
-        return
-    resolve = _resolve_artifact if needs == "artifact" else _resolve_moments
-    directory = resolve(vllm_config, config)
-    settings = config.model_copy(update={"artifact": directory}).model_dump(mode="json")
+    if needs != "nothing":
+        resolve = _resolve_artifact if needs == "artifact" else _resolve_moments
+        resolved["artifact"] = resolve(vllm_config, config)
+    settings = config.model_copy(update=resolved).model_dump(mode="json")
     vllm_config.additional_config = {**_as_dict(vllm_config.additional_config), ADDITIONAL_CONFIG_KEY: settings}
 
 

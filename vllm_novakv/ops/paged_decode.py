@@ -180,16 +180,16 @@ def _fold_band_kernel(
         first_request = tl.program_id(0) * REQUESTS
         if first_request >= num_requests:
             return
-        own, g = _row_of(M, REQUESTS)
+        own, head = _row_of(M, REQUESTS)
         request = (first_request + own).to(tl.int64)
-        is_row = (g < G) & (request < num_requests)
-        is_row &= tl.load(seq_lens_ptr + request, mask=is_row, other=0) > 0
-        query_rows_ptr = query_ptr + (request * query_stride_t + (h * G + g) * query_stride_h)[:, None]
+        is_query = (head < G) & (request < num_requests)
+        is_query &= tl.load(seq_lens_ptr + request, mask=is_query, other=0) > 0
+        queries_ptr = query_ptr + (request * query_stride_t + (h * G + head) * query_stride_h)[:, None]
         folded = tl.zeros([M, D], tl.float32)
         offset = tl.zeros([M], tl.float32)
         for first in tl.static_range(0, D, K):
             # [M, K], [K, D]
-            elements = tl.load(query_rows_ptr + (first + k)[None, :], mask=is_row[:, None], other=0.0).to(tl.float32)
+            elements = tl.load(queries_ptr + (first + k)[None, :], mask=is_query[:, None], other=0.0).to(tl.float32)
             mean = tl.load(mean_ptr + h * D + first + k)
             inverse = tl.load(inverse_ptr + h * D * D + (first + k)[:, None] * D + d[None, :])
             folded = tl.dot(elements, inverse, folded, input_precision="tf32x3")
@@ -197,11 +197,11 @@ def _fold_band_kernel(
         largest = tl.max(tl.abs(folded), 1)
         largest = tl.where(largest > 0.0, largest, 1.0)
         # planes by element of the group: [4, ROWS, L]; rows of no head keep the zeros of a new workspace
-        pair = request * tl.num_programs(1) + h
-        place = pair[:, None] * (ROWS * D) + (d % 4)[None, :] * (ROWS * L) + g[:, None] * L + (d // 4)[None, :]
-        tl.store(folded_ptr + place, (folded / largest[:, None]).to(tl.float16), mask=is_row[:, None])
-        tl.store(row_scales_ptr + pair * 2 * ROWS + g, largest, mask=is_row)
-        tl.store(row_scales_ptr + pair * 2 * ROWS + ROWS + g, offset, mask=is_row)
+        fold_pair = request * tl.num_programs(1) + h
+        place = fold_pair[:, None] * (ROWS * D) + (d % 4)[None, :] * (ROWS * L) + head[:, None] * L + (d // 4)[None, :]
+        tl.store(folded_ptr + place, (folded / largest[:, None]).to(tl.float16), mask=is_query[:, None])
+        tl.store(row_scales_ptr + fold_pair * 2 * ROWS + head, largest, mask=is_query)
+        tl.store(row_scales_ptr + fold_pair * 2 * ROWS + ROWS + head, offset, mask=is_query)
     else:
         r = tl.program_id(0).to(tl.int64)
         seq_len = tl.load(seq_lens_ptr + r)

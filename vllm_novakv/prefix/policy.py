@@ -92,6 +92,10 @@ class RetentionPolicy(ABC):
         """Whether a block is cached."""
         return key in self._blocks
 
+    def is_held(self, key: Hashable) -> bool:
+        """Whether a running request or a pin keeps a block, cached or not."""
+        return key in self._held
+
     def begin(self, request_id: Hashable, keys: Sequence[Hashable], now_s: float) -> None:
         """A request arrives; its blocks stay until `end`.
 
