@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,43 +199,52 @@ def run_alone(llm: Any, requests: dict[str, Request]) -> dict[str, Any]:
     return {"answers": answers}
 
 
-def compare(mixed: dict[str, Any], alone: dict[str, Any], tie: float) -> dict[str, Any]:
+def compare(mixed: dict[str, Any], alone: dict[str, Any], lengths: dict[str, int], tie: float) -> dict[str, Any]:
     """Count equal answers, ties and mismatches; measure how far the same token's logit moves between the runs.
 
     Args:
         mixed, alone: answers by request.
+        lengths: tokens of each request's prompt.
         tie: largest distance to the best logit that is a tie.
     """
     differences, moved, equal = [], [], 0
+    by_length: dict[int, list[float]] = defaultdict(list)
     for name, answer in mixed.items():
         reference = alone[name]
         places = zip(answer["tokens"], reference["tokens"], strict=True)
         first = next((place for place, (token, other) in enumerate(places) if token != other), None)
+        shifts = []
         for place in range(len(answer["tokens"]) if first is None else first):
             token = str(answer["tokens"][place])
-            moved.append(abs(answer["logits"][place][token] - reference["logits"][place][token]))
+            shifts.append(abs(answer["logits"][place][token] - reference["logits"][place][token]))
+        moved += shifts
+        by_length[lengths[name].bit_length() - 1] += shifts
         if first is None:
             equal += 1
             continue
         logits = reference["logits"][first]
         best, other = logits[str(reference["tokens"][first])], logits.get(str(answer["tokens"][first]))
         gap = None if other is None else round(best - other, 6)
-        differences.append({"request": int(name), "place": first, "gap": gap})
-    moved.sort()
+        differences.append({"request": int(name), "prompt_tokens": lengths[name], "place": first, "gap": gap})
     ties = sum(difference["gap"] is not None and difference["gap"] <= tie for difference in differences)
     return {
         "compared": len(mixed),
         "equal": equal,
         "ties": ties,
         "mismatches": len(differences) - ties,
-        "differences": sorted(differences, key=lambda difference: -(difference["gap"] or math.inf)),
-        "logit_shift": {
-            "median": round(moved[len(moved) // 2], 6),
-            "p99": round(moved[len(moved) * 99 // 100], 6),
-            "p99.9": round(moved[len(moved) * 999 // 1000], 6),
-            "max": round(moved[-1], 6),
-        },
+        "differences": sorted(
+            differences, key=lambda difference: -math.inf if difference["gap"] is None else -difference["gap"]
+        ),
+        "logit_shift": spread(moved),
+        "logit_shift_by_prompt_tokens": {f"{1 << k}+": spread(by_length[k]) for k in sorted(by_length) if by_length[k]},
     }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, upper quantiles and maximum."""
+    values = sorted(values)
+    places = {"median": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+    return {name: round(values[min(int(len(values) * place), len(values) - 1)], 6) for name, place in places.items()}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -251,7 +261,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens of the longest answer")
     parser.add_argument("--outstanding", type=int, default=200, help="requests in the engine, waiting ones included")
     parser.add_argument("--max-requests", type=int, default=128, help="running requests")
-    parser.add_argument("--pool-gib", type=float, nargs=2, default=[0.75, 3.0], help="pools of novakv and bf16, GiB")
+    parser.add_argument("--pool-gib", type=float, nargs=2, default=[0.5, 2.0], help="pools of novakv and bf16, GiB")
     parser.add_argument("--alone-gib", type=float, default=2.0, help="pool of the runs alone, GiB")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--dtype", default="auto", help="model type, as for vllm serve")
@@ -281,6 +291,7 @@ def run_part(options: argparse.Namespace) -> None:
         # strided, so that shards take alike times
         result = run_alone(llm, dict(list(finished.items())[int(part) :: options.shards]))
     result["seconds"] = round(time.perf_counter() - started, 1)
+    result["prompt_tokens"] = {str(n): len(request.prompt) for n, request in enumerate(requests)}
     Path(path).write_text(json.dumps(result))
 
 
@@ -312,7 +323,10 @@ def main() -> int:
         alone = {name: answer for shard in shards for name, answer in shard["answers"].items()}
         # a request that ended before its abortion has an answer, but no run alone
         answers = {name: answer for name, answer in mixed.pop("answers").items() if name in alone}
-        results[cache] = mixed | compare(answers, alone, options.tie) | {"never_answered": len(alone) - len(answers)}
+        lengths = mixed.pop("prompt_tokens")
+        results[cache] = (
+            mixed | compare(answers, alone, lengths, options.tie) | {"never_answered": len(alone) - len(answers)}
+        )
         is_good &= results[cache]["mismatches"] == results[cache]["never_answered"] == 0
         is_good &= mixed["free_blocks_at_start"] == mixed["free_blocks_at_end"]
         print(cache, json.dumps({k: v for k, v in results[cache].items() if k != "differences"}))

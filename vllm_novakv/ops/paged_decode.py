@@ -47,8 +47,9 @@ from vllm_novakv.ops.tiles import (
 MAX_SPLITS = 16
 _SPLIT_CHOICES = (1, 2, 3, 4, 6, 8, 12, MAX_SPLITS)
 MAX_BAND_PARTS = 4
-_SPLIT_COST = 0.003
-"""Time of one more split (its codebook, its share of the merge), in units of one program's time for a whole context."""
+_START_COST = 0.01
+"""What a program does once, whatever its share (its codebook, its partial result), in units of its time for a whole
+context."""
 
 _MIN_QUERY_ROWS = 8
 _MIN_GROUP_ROWS, _TILE_ROWS = 4, 16
@@ -106,11 +107,11 @@ def query_rows(num_heads: int, num_kv_heads: int) -> int:
 def num_splits(num_requests: int, num_kv_heads: int, head_size: int, device: torch.device) -> int:
     """Parts of each request's context: a function of the batch's shape alone, so that a CUDA graph can hold it.
 
-    The number whose programs take the least time: their waves, each as long as its share of the context, and the
-    splits' own cost.
+    The number whose programs take the least time: they run in waves, each as long as a share of the context and the
+    programs' start.
     """
     pairs, slots = num_requests * num_kv_heads, decode_history.RESIDENT[head_size] * _processors(device)
-    return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) / n + _SPLIT_COST * n)
+    return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) * (1 / n + _START_COST))
 
 
 def num_band_parts(num_requests: int, num_kv_heads: int, device: torch.device) -> int:

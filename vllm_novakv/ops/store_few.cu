@@ -14,6 +14,8 @@
 // Lane = 4 row + quad. Fragments of m16n8k8: A holds (row, quad), (row + 8, quad), (row, quad + 4), (row + 8, quad + 4);
 // B (quad, row), (quad + 4, row); C (row, 2 quad), (row, 2 quad + 1), (row + 8, 2 quad), (row + 8, 2 quad + 1).
 //
+// Keys, values and band are read and written four elements at a time: their addresses are multiples of that.
+//
 // Macros: D head size, WARPS, TYPE of keys and values (0 f32, 1 f16, 2 bf16), STEP, BAND_BLOCK.
 
 typedef unsigned char u8;
@@ -31,10 +33,17 @@ typedef unsigned long long u64;
 #define BLOCK 128
 #define BF16_MAX 3.3895313892515355e38f
 
+#define THREADS (32 * WARPS)
+// four elements a thread and load
+#define ROW_LOADS (TOKENS * D / 4 / THREADS)
+#define COLUMN_TILES (D / 8 / WARPS)
+
 #if TYPE == 0
 typedef float Input;
+typedef float4 Quad;
 #else
 typedef u16 Input;
+typedef ushort4 Quad;
 #endif
 
 #ifndef EMULATED
@@ -91,40 +100,45 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
   const int h = blockIdx.y, first = blockIdx.x * TOKENS;
   const bool is_keys = blockIdx.z == 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  // 1. transform, rows
-  const float* transform = (is_keys ? key_transform : value_transform) + (long long)h * D * D + warp * 8 + row;
+  // 1. rows and transform: every load is on its way before the first is used
+  const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
+  const int row_stride = is_keys ? key_stride_t : value_stride_t;
+  Quad elements[ROW_LOADS];
+#pragma unroll
+  for (int i = 0; i < ROW_LOADS; i++) {
+    // rows that are not stored may hold anything: nothing of a row reaches another
+    const int place = (i * THREADS + thread) * 4, token = min(first + place / D, num_slots - 1);
+    elements[i] = *(const Quad*)(rows + (long long)token * row_stride + place % D);
+  }
+  const float* transform = (is_keys ? key_transform : value_transform) + (long long)h * D * D + quad * D + warp * 8 + row;
   float b[2 * K_STEPS];
 #pragma unroll
-  for (int k = 0; k < K_STEPS; k++) {
-    b[2 * k] = __ldg(transform + (8 * k + quad) * D);
-    b[2 * k + 1] = __ldg(transform + (8 * k + quad + 4) * D);
-  }
+  for (int k = 0; k < 2 * K_STEPS; k++) b[k] = __ldg(transform + 4 * k * D);
   // a slot in block 0, vLLM's null block, or below is not stored
   if (thread < TOKENS) {
     const bool is_slot = first + thread < num_slots;
     slot_of[thread] = is_slot ? slots[first + thread] : -1;
     band_slot_of[thread] = is_slot ? band_slots[first + thread] : -1;
   }
-  const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
-  const int row_stride = is_keys ? key_stride_t : value_stride_t;
 #pragma unroll
-  for (int i = thread; i < TOKENS * D; i += 32 * WARPS) {
-    // rows that are not stored may hold anything: nothing of a row reaches another
-    const int token = first + i / D, d = i % D;
-    const float element = token < num_slots ? number(rows[(long long)token * row_stride + d]) : 0.0f;
-    x[i / D][d] = is_keys ? element - __ldg(mean + h * D + d) : element;
+  for (int i = 0; i < ROW_LOADS; i++) {
+    const int place = (i * THREADS + thread) * 4, d = place % D;
+    float* row_x = &x[place / D][d];
+    row_x[0] = number(elements[i].x); row_x[1] = number(elements[i].y);
+    row_x[2] = number(elements[i].z); row_x[3] = number(elements[i].w);
+    if (is_keys)
+#pragma unroll
+      for (int k = 0; k < 4; k++) row_x[k] -= __ldg(mean + h * D + d + k);
   }
   __syncthreads();
   // 2. r = x R
+  // not unrolled: registers hold the columns of one tile
+#pragma unroll 1
+  for (int t = 0; t < COLUMN_TILES; t++) {
+    const int tile = warp + t * WARPS;
+    if (t)
 #pragma unroll
-  for (int tile = warp; tile < D / 8; tile += WARPS) {
-    if (tile != warp) {
-#pragma unroll
-      for (int k = 0; k < K_STEPS; k++) {
-        b[2 * k] = __ldg(transform + (tile - warp) * 8 + (8 * k + quad) * D);
-        b[2 * k + 1] = __ldg(transform + (tile - warp) * 8 + (8 * k + quad + 4) * D);
-      }
-    }
+      for (int k = 0; k < 2 * K_STEPS; k++) b[k] = __ldg(transform + t * WARPS * 8 + 4 * k * D);
     // the small terms on their own: shorter chains, and no large sum swallows them
     float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, small[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -146,7 +160,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
   }
   __syncthreads();
   // 3. scales
-  for (int i = warp; i < TOKENS; i += WARPS) {
+#pragma unroll
+  for (int t = 0; t < TOKENS / WARPS; t++) {
+    const int i = warp + t * WARPS;
     const float norm = sqrtf(row_energy(r[i], lane) / D);
     if (lane == 0) scale[i] = norm;
   }
@@ -154,51 +170,62 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
   const long long head_offset = (long long)h * head_stride_16;
 
   if (is_keys) {
-    float product[2] = {0.0f, 0.0f}, energy[2] = {0.0f, 0.0f};
+    float product[2] = {0.0f, 0.0f}, energy[2] = {0.0f, 0.0f}, inverse[2];
     u32 packed[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < PER_WARP; i++) {
-      const int g = warp * PER_WARP + i;
-      const float* group_centroids = centroids + ((long long)h * GROUPS + g) * 1024;
-      const float2* group_norms = (const float2*)(half_norms + ((long long)h * GROUPS + g) * 256);
-      float best[2];
-      int index[2] = {0, 0};
-      u32 a[4];
+    for (int half = 0; half < 2; half++) {
+      const float norm = scale[8 * half + row];
+      inverse[half] = 1.0f / (norm == 0.0f ? 1.0f : norm);
+    }
+    // two groups at a time, so that one computes while the other waits
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float norm = scale[8 * half + row];
-        const float element = r[8 * half + row][4 * g + quad] / (norm == 0.0f ? 1.0f : norm);
-        a[half] = tf32(element);
-        a[half + 2] = tf32(element - __uint_as_float(a[half]));
-        best[half] = __int_as_float(0xFF800000);
-      }
-      // nearest centroid, the first of equals
-#pragma unroll 16
-      for (int n = 0; n < 32; n++) {
-        const u32 centroid = __float_as_uint(__ldg(group_centroids + 32 * n + lane));
-        const float2 norms = __ldg(group_norms + 4 * n + quad);
-        float c[4] = {-norms.x, -norms.y, -norms.x, -norms.y};
-        multiply(c, a, centroid, centroid);
+    for (int pair = 0; pair < PER_WARP; pair += 2) {
+      const int g = warp * PER_WARP + pair;
+      const float* lane_centroids = centroids + ((long long)h * GROUPS + g) * 1024 + lane;
+      const float2* lane_norms = (const float2*)(half_norms + ((long long)h * GROUPS + g) * 256) + quad;
+      float best[2][2];
+      int index[2][2];
+      u32 a[2][4];
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-          if (c[k] > best[k / 2]) { best[k / 2] = c[k]; index[k / 2] = 8 * n + 2 * quad + k % 2; }
-      }
+      for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-#pragma unroll
-        for (int offset = 1; offset < 4; offset *= 2) {
-          const float other = __shfl_xor_sync(0xFFFFFFFFu, best[half], offset);
-          const int other_index = __shfl_xor_sync(0xFFFFFFFFu, index[half], offset);
-          if (other > best[half] || (other == best[half] && other_index < index[half])) {
-            best[half] = other;
-            index[half] = other_index;
-          }
+        for (int half = 0; half < 2; half++) {
+          const float element = r[8 * half + row][4 * (g + i) + quad] * inverse[half];
+          a[i][half] = tf32(element);
+          a[i][half + 2] = tf32(element - __uint_as_float(a[i][half]));
+          best[i][half] = __int_as_float(0xFF800000);
+          index[i][half] = 0;
         }
-        const float c = __ldg(group_centroids + 4 * index[half] + quad);
-        product[half] += r[8 * half + row][4 * g + quad] * c;
-        energy[half] += c * c;
-        packed[half] |= (u32)index[half] << (8 * i);
-      }
+      // nearest centroid, the first of equals
+#pragma unroll 8
+      for (int n = 0; n < 32; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32 centroid = __float_as_uint(__ldg(lane_centroids + 1024 * i + 32 * n));
+          const float2 norms = __ldg(lane_norms + 128 * i + 4 * n);
+          float c[4] = {-norms.x, -norms.y, -norms.x, -norms.y};
+          multiply(c, a[i], centroid, centroid);
+#pragma unroll
+          for (int k = 0; k < 4; k++)
+            if (c[k] > best[i][k / 2]) { best[i][k / 2] = c[k]; index[i][k / 2] = 8 * n + 2 * quad + k % 2; }
+        }
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+          for (int offset = 1; offset < 4; offset *= 2) {
+            const float other = __shfl_xor_sync(0xFFFFFFFFu, best[i][half], offset);
+            const int other_index = __shfl_xor_sync(0xFFFFFFFFu, index[i][half], offset);
+            const bool is_better = other > best[i][half] || (other == best[i][half] && other_index < index[i][half]);
+            best[i][half] = is_better ? other : best[i][half];
+            index[i][half] = is_better ? other_index : index[i][half];
+          }
+          const float c = __ldg(lane_centroids - lane + 1024 * i + 4 * index[i][half] + quad);
+          product[half] += r[8 * half + row][4 * (g + i) + quad] * c;
+          energy[half] += c * c;
+          packed[half] |= (u32)index[i][half] << (8 * (pair + i));
+        }
     }
     // indices of the warp's groups, side by side
 #pragma unroll
@@ -240,11 +267,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
     const int token = thread / (8 * WORDS), cell = thread % 8, word = thread % (8 * WORDS) / 8;
     const long long slot = slot_of[token];
     const u32 bits = scale_bits(scale[token] * STEP);
-    const float s = bits == 0 ? 1.0f : __uint_as_float(bits << 16);
+    const float inverse = bits == 0 ? 1.0f : 1.0f / __uint_as_float(bits << 16);
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < CODES; i++) {
-      const float level = floorf(r[token][(word * CODES + i) * 8 + cell] / s) + 2.0f;
+      const float level = floorf(r[token][(word * CODES + i) * 8 + cell] * inverse) + 2.0f;
       codes |= (u32)(int)fminf(fmaxf(level, 0.0f), 3.0f) << (2 * i);
     }
     if (slot >= BLOCK) {
@@ -259,13 +286,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
       if (cell == 0 && word == 0) ((u16*)(block + BLOCK * (GROUPS + D / 4)))[BLOCK + scale_element(place)] = (u16)bits;
     }
   }
-  for (int i = thread; i < TOKENS * 2 * D; i += 32 * WARPS) {
-    const int token = i / (2 * D), d = i % (2 * D);
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_LOADS; i++) {
+    const int place = (i * THREADS + thread) * 4, token = place / (2 * D), d = place % (2 * D);
     const long long slot = band_slot_of[token];
     if (slot < BAND_BLOCK) continue;
-    const Input element = d < D ? keys[(long long)(first + token) * key_stride_t + (long long)h * key_stride_h + d]
-                                : values[(long long)(first + token) * value_stride_t + (long long)h * value_stride_h + d - D];
-    band[slot / BAND_BLOCK * band_stride_b + (long long)h * band_stride_h + slot % BAND_BLOCK * band_stride_t + d] =
-        band_element(element);
+    const Input* source = d < D ? keys + (long long)(first + token) * key_stride_t + (long long)h * key_stride_h + d
+                                : values + (long long)(first + token) * value_stride_t + (long long)h * value_stride_h + d - D;
+    const Quad element = *(const Quad*)source;
+    const ushort4 rounded = {band_element(element.x), band_element(element.y), band_element(element.z), band_element(element.w)};
+    *(ushort4*)(band + slot / BAND_BLOCK * band_stride_b + (long long)h * band_stride_h + slot % BAND_BLOCK * band_stride_t +
+                d) = rounded;
   }
 }

@@ -14,6 +14,7 @@ import torch
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
 from vllm_novakv.ops import nvrtc
+from vllm_novakv.ops.checks import require
 from vllm_novakv.ops.tables import KernelTables
 
 MAX_TOKENS = 512
@@ -39,7 +40,15 @@ def launch_store(
     band_slot_mapping: torch.Tensor,
     tables: KernelTables,
 ) -> None:
-    """Write tokens to both caches; arguments as in `vllm_novakv.ops.store.store`."""
+    """Write tokens to both caches; arguments as in `vllm_novakv.ops.store.store`.
+
+    Raises:
+        ValueError: a row does not begin at a multiple of four elements.
+    """
+    for name, tensor, dims in (("key", key, 2), ("value", value, 2), ("band cache", band_cache, 3)):
+        is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
+        is_aligned &= all(stride % 4 == 0 for stride in tensor.stride()[:dims])
+        require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
     codec = tables.codec
     num_slots, heads, size = history_slot_mapping.shape[0], codec.num_kv_heads, codec.head_size
     kernel = _compiled(size, key.dtype, band_cache.shape[2], key.device)
