@@ -42,6 +42,9 @@ GPU_SCENARIOS = {
     "hs64-gqa3": Scenario((1700, 2200), (1000, 700), (1700, 1700), num_kv_heads=3, group=3, **REAL),
     "hs256-gqa2": Scenario((1900,), (500,), group=2, head_size=256, **REAL),
     "131072-tokens": Scenario((131_072,), (200,), num_kv_heads=1, head_size=128, **REAL),
+    "hs64-gqa7-short-chunks-of-long-prompts": Scenario(
+        (24_000, 21_000, 20_500, 9000), (50, 2, 300, 8000), group=7, **REAL
+    ),
     "hs128-gqa7-fp16-sinks": Scenario(
         (2000, 900), (100, 900), group=7, head_size=128, dtype=torch.float16, has_sinks=True, **REAL
     ),

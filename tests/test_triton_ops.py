@@ -74,6 +74,7 @@ GPU_DECODE = {
         (2000, 700), group=8, cap=30.0, has_sinks=True, layout="BLHNC", page_padding=4096, **REAL
     ),
     "131072-tokens": Scenario((131_072, 70_001), head_size=128, **REAL),
+    "hs64-gqa7-long-among-many": Scenario((24_000, 21_003, *range(30, 1500, 14)), group=7, **REAL),
     "256-requests": Scenario(tuple(1 + 37 * i % 1500 for i in range(256)), head_size=128, **REAL),
 }
 GPU_PREFILL = {

@@ -141,6 +141,7 @@ class BandManager(SingleTypeKVCacheManager):
         blocks = self.req_to_blocks[request_id]
         first, end = len(blocks), -(-num_tokens // self.block_size)
         if first >= end:
+            self._in_allocation.pop(request_id, None)
             return []
         numbers = range(first, end)
         is_required = [self.geometry.is_required(number, num_tokens) for number in numbers]

@@ -44,8 +44,8 @@ from vllm_novakv.ops.tiles import (
     unpack_values,
 )
 
-MAX_SPLITS = 16
-_SPLIT_CHOICES = (1, 2, 3, 4, 6, 8, 12, MAX_SPLITS)
+MAX_SPLITS = 48
+_SPLIT_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, MAX_SPLITS)
 MAX_BAND_PARTS = 4
 _START_COST = 0.01
 """What a program does once, whatever its share (its codebook, its partial result), in units of its time for a whole
