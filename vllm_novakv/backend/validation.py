@@ -58,6 +58,8 @@ def validate_and_resolve(vllm_config: VllmConfig) -> None:
     if needs != "nothing":
         resolve = _resolve_artifact if needs == "artifact" else _resolve_moments
         resolved["artifact"] = resolve(vllm_config, config)
+    if not resolved:
+        return
     settings = config.model_copy(update=resolved).model_dump(mode="json")
     vllm_config.additional_config = {**_as_dict(vllm_config.additional_config), ADDITIONAL_CONFIG_KEY: settings}
 
