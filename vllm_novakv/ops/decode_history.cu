@@ -24,7 +24,6 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
-typedef unsigned long long u64;
 
 #define GROUPS (D / 4)
 #define STEPS (D / 16)
@@ -34,7 +33,6 @@ typedef unsigned long long u64;
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
 #define ONES 0x3C003C00u
-#define RECORD (D / 2 + 4)
 
 #ifndef EMULATED
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
@@ -100,8 +98,9 @@ __device__ __forceinline__ void load_indices(Indices& x, const u8* block, int to
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_history(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
-    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int block_stride_16, int head_stride_16,
-    int block_table_stride, int band_table_stride, int num_parts, int scale_bits, int cap_bits) {
+    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights,
+    int block_stride_16, int head_stride_16, int block_table_stride, int band_table_stride, int num_parts, int scale_bits,
+    int cap_bits) {
   DYNAMIC_SHARED(u32, book);
   const int splits = gridDim.x, split = blockIdx.x, h = blockIdx.y, r = blockIdx.z;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;

@@ -21,7 +21,6 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
-typedef unsigned long long u64;
 
 #define GROUPS (D / 4)
 #define PER_WARP (GROUPS / WARPS)
