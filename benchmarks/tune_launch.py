@@ -35,15 +35,13 @@ from vllm_novakv.ops.tables import KernelTables
 KV_HEADS = 8
 LARGEST_BATCH = 1 << 30
 CANDIDATES = {
-    "fold": [Launch(n, 0, w, s) for n, w, s in itertools.product((16, 32, 64), (4, 8), (1, 2))],
-    "history": [Launch(n, 0, w, s) for n, w, s in itertools.product((32, 64, 128), (2, 4, 8), (1, 2))],
-    "merge": [Launch(n, 0, w, 2) for n, w in itertools.product((32, 64), (2, 4, 8))],
-    "prefill": [
-        Launch(m, n, w, s) for m, n, w, s in itertools.product((32, 64, 128), (32, 64), (4, 8), (1, 2)) if m * w >= 256
-    ],
-    "store": [Launch(n, 0, w, 2) for n, w in itertools.product((8, 16, 32, 64), (4, 8))],
-    "gather": [Launch(n, 0, w, 1) for n, w in itertools.product((32, 64, 128), (4, 8))],
-    "merge_pass": [Launch(n, 0, w, 1) for n, w in itertools.product((16, 32, 64), (4, 8))],
+    "fold": [Launch(n, 0, 4, stages) for n, stages in itertools.product((16, 32, 64), (1, 2))],
+    "history": [Launch(n, 0, warps, 1) for n, warps in itertools.product((32, 64, 128), (4, 8))],
+    "merge": [Launch(n, 0, warps, 2) for n, warps in itertools.product((32, 64), (4, 8))],
+    "prefill": [Launch(m, n, w, 1) for m, n, w in itertools.product((64, 128), (32, 64), (4, 8))],
+    "store": [Launch(n, 0, warps, 2) for n, warps in itertools.product((8, 16, 32, 64), (4, 8))],
+    "gather": [Launch(n, 0, warps, 1) for n, warps in itertools.product((32, 64, 128), (4, 8))],
+    "merge_pass": [Launch(n, 0, 4, 1) for n in (16, 32, 64)],
 }
 BATCHES = {
     "fold": (4, 32, LARGEST_BATCH),
@@ -166,16 +164,24 @@ def main() -> None:
         for rows in ((8, 16) if operation in ("fold", "history", "merge") else (0,))
         for batch in BATCHES[operation]
     ]
-    trials = [(case, candidate) for case in cases for candidate in CANDIDATES[case.operation]]
+    # a batch band compiles nothing of its own, but small decode batches have other kernels than large ones
+    compiled = [case for case in cases if case.max_batch in (BATCHES[case.operation][0], LARGEST_BATCH)]
+    trials = [(case, candidate) for case in compiled for candidate in CANDIDATES[case.operation]]
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(compile_candidate, *zip(*trials, strict=True), chunksize=4))
-    usable = [trial for trial, runs_at_all in zip(trials, runs, strict=True) if runs_at_all]
+    broken = {
+        (case.operation, case.head_size, case.query_rows, candidate)
+        for (case, candidate), is_usable in zip(trials, runs, strict=True)
+        if not is_usable
+    }
     architecture = launch.architecture_of(torch.device("cuda"))
     measured = []
     for case in cases:
         run = operation_of(case)
         times = {}
-        for candidate in (candidate for other, candidate in usable if other == case):
+        for candidate in CANDIDATES[case.operation]:
+            if (case.operation, case.head_size, case.query_rows, candidate) in broken:
+                continue
             with using(case.operation, candidate):
                 times[candidate] = timed(run, in_graph=case.operation not in ("gather", "merge_pass"))["us"]
         best = min(times, key=lambda candidate: times[candidate])
