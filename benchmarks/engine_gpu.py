@@ -179,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for count, length in shapes + profiled:
             is_profiled = (count, length) in profiled
             name = f"{count}x{length}"
-            if count * (length + new_tokens(count, length, arguments)) > pool:
+            if count * (length + new_tokens(count, length, arguments.steps, arguments.chunk)) > pool:
                 results[name] = {"skipped": "the pool does not hold it"}
                 continue
             results[name] = run_batch(llm, count, length, arguments.steps, arguments.chunk, is_profiled)
@@ -198,16 +198,19 @@ def parse_shape(text: str) -> tuple[int, int]:
     return count, length
 
 
-def new_tokens(count: int, length: int, arguments: argparse.Namespace) -> int:
+def new_tokens(count: int, length: int, num_steps: int, chunk: int) -> int:
     """Tokens that a request may generate: the first decodes while the others' prompts are computed, and no request may
     end before the last step."""
-    return 2 * -(-count * length // arguments.chunk) + arguments.steps + PROFILED_STEPS + 16
+    return 2 * -(-count * length // chunk) + num_steps + PROFILED_STEPS + 16
 
 
 def fitting_requests(pool: int, arguments: argparse.Namespace) -> int:
     """Most requests of the filling length that the reported pool holds to their end."""
     count = pool // arguments.fill
-    while count > 1 and count * (arguments.fill + new_tokens(count, arguments.fill, arguments)) > pool:
+    while (
+        count > 1
+        and count * (arguments.fill + new_tokens(count, arguments.fill, arguments.steps, arguments.chunk)) > pool
+    ):
         count -= 1
     return min(count, MAX_REQUESTS)
 
@@ -221,7 +224,7 @@ def run_batch(
 
     engine, generator = llm.llm_engine, torch.Generator().manual_seed(0)
     scheduler = engine.engine_core.engine_core.scheduler
-    max_tokens = 2 * -(-count * length // chunk) + num_steps + PROFILED_STEPS + 16
+    max_tokens = new_tokens(count, length, num_steps, chunk)
     parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     for i in range(count):
         prompt = torch.randint(1000, 100000, (length,), generator=generator).tolist()

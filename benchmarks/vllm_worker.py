@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from vllm_novakv.offline import prompt_logprobs
+
 # one process: the engine's layers can then be asked which backend they run
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -23,19 +25,6 @@ def backends_in_use(llm: Any) -> dict[str, int]:
     """Attention backends of an engine's layers, with the number of layers on each."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     return dict(Counter(layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "impl")))
-
-
-def prompt_logprobs(llm: Any, windows: list[list[int]]) -> list[list[float]]:
-    """Log-probability of every token of each window after its first: [num_windows][window_tokens - 1]."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    # one window at a time: the logits of several would not fit next to each other in a small machine's memory
-    outputs = [llm.generate({"prompt_token_ids": window}, params, use_tqdm=False)[0] for window in windows]
-    return [
-        [entry[token].logprob for token, entry in zip(window[1:], output.prompt_logprobs[1:], strict=True)]
-        for window, output in zip(windows, outputs, strict=True)
-    ]
 
 
 def greedy_answers(llm: Any, prompts: list[list[int]], max_answer_tokens: int) -> list[str]:

@@ -46,7 +46,6 @@ def emulated_cuda(tmp_path, monkeypatch):
     caches = (decode_history._compiled, store_few._compiled, store_search._compiled)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(nvrtc, "is_available", lambda device, capability: True)
     monkeypatch.setattr(
         nvrtc, "compile_kernel", lambda source, name, device, shared_bytes=0: EmulatedKernel(source, name, tmp_path)
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from codec_samples import generator, sample_codec, sample_keys, sample_values
 
-from vllm_novakv.codec.layout import BLOCK_TOKENS
-from vllm_novakv.codec.quantizer import decode_keys, decode_values, encode_keys, encode_values
+from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
+from vllm_novakv.codec.quantizer import decode_keys, decode_values, encode_keys, encode_values, unpack_records
 from vllm_novakv.ops import reference
 
 BAND_BLOCK = 16
@@ -216,3 +216,11 @@ def relative_error(actual, expected):
 def on(device, scenario):
     """The scenario on another device."""
     return replace(scenario, device=device)
+
+
+def read_records(cache, slots, layout):
+    """Index bytes, key scales, value codes and value scales of slots, [num_slots, num_kv_heads, ...] each."""
+    offsets = record_byte_offsets(layout).to(cache.device)
+    blocks = cache.flatten(2)[slots // BLOCK_TOKENS]
+    index = offsets[slots % BLOCK_TOKENS][:, None, :].expand(-1, cache.shape[1], -1)
+    return unpack_records(blocks.gather(2, index), layout)

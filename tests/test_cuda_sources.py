@@ -12,11 +12,11 @@ from ops_scenario import (
     dense_attention,
     interpreted_without_gpu,
     poisoned_pages,
+    read_records,
     relative_error,
 )
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
-from vllm_novakv.codec.quantizer import unpack_records
 from vllm_novakv.ops import reference, store_few
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -93,7 +93,7 @@ def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, si
     store_op.store(key, value, *caches[1], slots, band_slots, KernelTables.build(codec), use_cuda=True)
     assert torch.equal(caches[0][1].view(torch.int16), caches[1][1].view(torch.int16))
     is_stored = slots >= BLOCK_TOKENS
-    expected, actual = (records(cache, slots[is_stored], codec.layout) for cache, _ in caches)
+    expected, actual = (read_records(cache, slots[is_stored], codec.layout) for cache, _ in caches)
     for a, e in zip(actual, expected, strict=True):
         # f32 sums in another order: a value on a code's border, or a scale between two bf16 numbers
         assert (a != e).double().mean() < 2e-3
@@ -103,9 +103,3 @@ def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, si
         for slot in slots[is_stored].tolist():
             cache.flatten(2)[slot // BLOCK_TOKENS, :, offsets[slot % BLOCK_TOKENS]] = 0
     assert torch.equal(caches[0][0], caches[1][0])
-
-
-def records(cache, slots, layout):
-    blocks = cache.flatten(2)[slots // BLOCK_TOKENS]
-    index = record_byte_offsets(layout)[slots % BLOCK_TOKENS][:, None, :].expand(-1, cache.shape[1], -1)
-    return unpack_records(blocks.gather(2, index), layout)

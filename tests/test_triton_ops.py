@@ -16,11 +16,11 @@ from ops_scenario import (
     interpreted_without_gpu,
     on,
     poisoned_pages,
+    read_records,
     relative_error,
 )
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
-from vllm_novakv.codec.quantizer import unpack_records
 from vllm_novakv.ops import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -197,13 +197,6 @@ STORE = [
     pytest.param(2049, 3, 64, torch.float16, "float8_e5m2", "BLHNC", id="gpu-tok2049-kv3-hs64", marks=GPU_MARKS),
     pytest.param(700, 2, 256, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok700-kv2-hs256", marks=GPU_MARKS),
 ]
-
-
-def read_records(cache, slots, layout):
-    offsets = record_byte_offsets(layout).to(cache.device)
-    blocks = cache.flatten(2)[slots // BLOCK_TOKENS]
-    index = offsets[slots % BLOCK_TOKENS][:, None, :].expand(-1, cache.shape[1], -1)
-    return unpack_records(blocks.gather(2, index), layout)
 
 
 @pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_novakv.calibration import prompts as texts
-from vllm_novakv.calibration.pipeline import sample_positions, special_prefix
+from vllm_novakv.calibration.pipeline import sample_positions, tokenized_text
 from vllm_novakv.evaluation.analysis.bases import KeyStatistics, key_statistics
 from vllm_novakv.evaluation.analysis.compare import (
     FittedHead,
@@ -99,14 +99,7 @@ def study_codec(settings: StudySettings, directory: Path) -> Path:
     layers = choose_layers(support.quantized_layers, settings.layers)
     tokenizer = load_tokenizer(settings.model)
     seq_len = min(settings.seq_len, facts.max_model_len)
-    text = texts.plan_text(
-        prompts,
-        lambda prompt: tokenizer.encode(prompt, add_special_tokens=False),
-        special_prefix(tokenizer),
-        settings.num_tokens,
-        seq_len,
-        settings.num_tokens,
-    )
+    text = tokenized_text(prompts, tokenizer, settings.num_tokens, seq_len, settings.num_tokens)
     others = tuple(layer for layer in support.quantized_layers if layer not in layers)
     positions = sample_positions(settings.num_tokens, settings.num_tokens, settings.seed)
     captures = capture(settings.model, CapturePlan(text.sequences, text.heldout, positions, others), facts)

@@ -213,7 +213,7 @@ def _serve(connection: Connection, arguments: dict[str, Any]) -> None:
         connection.send((True, llm.collective_rpc(_describe)[0]))
         while (request := connection.recv()) is not None:
             kind, inputs, sampling = request
-            reply = _answers(llm, inputs, sampling) if kind == "answer" else _prompt_logprobs(llm, inputs)
+            reply = _answers(llm, inputs, sampling) if kind == "answer" else prompt_logprobs(llm, inputs)
             connection.send((True, reply))
     except (EOFError, KeyboardInterrupt):
         pass  # the asking process is gone
@@ -237,7 +237,13 @@ def _answers(llm: Any, prompts: list[Any], sampling: dict[str, Any]) -> list[str
     return [output.outputs[0].text for output in outputs]
 
 
-def _prompt_logprobs(llm: Any, windows: list[list[int]]) -> list[list[float]]:
+def prompt_logprobs(llm: Any, windows: list[list[int]]) -> list[list[float]]:
+    """Log-probability of every token of each window after its first, ``[num_windows][window_tokens - 1]``.
+
+    Args:
+        llm: a ``vllm.LLM`` of this process.
+        windows: token ids.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)

@@ -7,6 +7,7 @@ fit       the whole calibration; writes the artifact
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -151,14 +152,8 @@ def fit(settings: FitSettings) -> FitResult:
     _check_model(settings, facts.hf_config, facts.num_kv_heads)
     seq_len = _sequence_length(settings.seq_len, facts)
     tokenizer = load_tokenizer(settings.model)
-    text = texts.plan_text(
-        prompts,
-        lambda prompt: tokenizer.encode(prompt, add_special_tokens=False),
-        special_prefix(tokenizer),
-        settings.num_tokens,
-        seq_len,
-        texts.SAMPLES_PER_CENTROID * settings.num_centroids,
-    )
+    min_tokens = texts.SAMPLES_PER_CENTROID * settings.num_centroids
+    text = tokenized_text(prompts, tokenizer, settings.num_tokens, seq_len, min_tokens)
 
     # 3. run
     num_tokens = sum(len(sequence) for sequence in text.sequences)
@@ -198,17 +193,30 @@ def fit(settings: FitSettings) -> FitResult:
     return FitResult(artifact, directory, layers, settings.skip_layers, _is_default(directory, fingerprint))
 
 
-def special_prefix(tokenizer: Tokenizer) -> list[int]:
-    """The token that the tokenizer puts before every text, if it puts one.
+def tokenized_text(
+    prompts: Sequence[str], tokenizer: Tokenizer, num_tokens: int | None, seq_len: int, min_tokens: int
+) -> texts.TextPlan:
+    """`texts.plan_text` with a model's tokenizer, and before every sequence the token that it puts before every text.
 
     Args:
+        prompts, num_tokens, seq_len, min_tokens: as there.
         tokenizer: of the model.
 
     Returns:
-        One token id, or none.
+        The sequences and the held-out text.
+
+    Raises:
+        ValueError: as there.
     """
     prefix = tokenizer.encode("", add_special_tokens=True)[:1]
-    return prefix if prefix == [tokenizer.bos_token_id] else []
+    return texts.plan_text(
+        prompts,
+        lambda prompt: tokenizer.encode(prompt, add_special_tokens=False),
+        prefix if prefix == [tokenizer.bos_token_id] else [],
+        num_tokens,
+        seq_len,
+        min_tokens,
+    )
 
 
 def _is_default(directory: Path, fingerprint: ModelFingerprint) -> bool:

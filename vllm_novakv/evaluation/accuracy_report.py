@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_novakv.evaluation.plots import line_figure
-from vllm_novakv.evaluation.report_section import MISSING, Section, bits_cell, ordered_methods, settings_line, table
+from vllm_novakv.evaluation.report_section import MISSING, Section, compared_runs, settings_line, table
 from vllm_novakv.evaluation.run_directory import CONFIG_NAME, read_engine
 from vllm_novakv.evaluation.runner import PREDICTIONS_NAME, read_predictions
 from vllm_novakv.evaluation.statistics import (
@@ -110,14 +110,9 @@ def describe_answers(runs: Sequence[Run], reference: str) -> Section:
             items.
         ModuleNotFoundError: matplotlib is needed and not installed.
     """
-    by_place = {(run.method, run.suite): run for run in runs}
-    if len(by_place) != len(runs):
-        raise ValueError("two runs have the same method and suite; leave one out")
-    methods = ordered_methods((run.method for run in runs), reference)
-    if methods[0] != reference:
-        raise ValueError(f"no run of the reference {reference!r} among {methods}")
+    by_place, bits = compared_runs(runs, reference)
+    methods = list(bits)
     suites = [suite for _, suite in sorted({(run.prompt_tokens or 0, run.suite) for run in runs})]
-    bits = {method: bits_cell(run.bits_per_element for run in runs if run.method == method) for method in methods}
     parts = [
         "## Mean of the tasks",
         "Scores are percentages; brackets hold 95 % bootstrap intervals over items (10,000 resamples). Bits per "

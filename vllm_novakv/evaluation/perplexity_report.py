@@ -14,7 +14,7 @@ from vllm_novakv.evaluation.perplexity_run import (
     total_perplexity,
 )
 from vllm_novakv.evaluation.plots import line_figure
-from vllm_novakv.evaluation.report_section import MISSING, Section, bits_cell, ordered_methods, settings_line, table
+from vllm_novakv.evaluation.report_section import MISSING, Section, compared_runs, settings_line, table
 from vllm_novakv.evaluation.run_directory import CONFIG_NAME, read_engine
 from vllm_novakv.evaluation.statistics import paired_perplexity_ratio
 
@@ -76,14 +76,9 @@ def describe_perplexity(runs: Sequence[PerplexityRun], reference: str) -> Sectio
         ValueError: two runs of one method and suite, no run of the reference, or other windows than the reference's.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    by_place = {(run.method, run.suite): run for run in runs}
-    if len(by_place) != len(runs):
-        raise ValueError("two runs have the same method and suite; leave one out")
-    methods = ordered_methods((run.method for run in runs), reference)
-    if methods[0] != reference:
-        raise ValueError(f"no perplexity run of the reference {reference!r} among {methods}")
+    by_place, bits = compared_runs(runs, reference, "perplexity run")
+    methods = list(bits)
     suites = sorted({run.suite for run in runs}, key=lambda suite: (len(suite), suite))
-    bits = {method: bits_cell(run.bits_per_element for run in runs if run.method == method) for method in methods}
     cells = {place: f"{total_perplexity(run.windows):.3f}" for place, run in by_place.items()}
     rows = [[m, bits[m], *(cells.get((m, suite), MISSING) for suite in suites)] for m in methods]
     parts = ["## Perplexity", table(["method", "bits/element", *suites], rows)]

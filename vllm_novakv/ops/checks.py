@@ -7,6 +7,9 @@ import torch
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.ops.tables import PackedHistory
 
+MAX_GROUP = 16
+"""Query heads that may share a KV head."""
+
 _QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -83,6 +86,18 @@ def check_caches(
         band_cache,
         f"bf16 [num_blocks, {heads}, block_tokens, {2 * size}], last dimension contiguous",
     )
+
+
+def heads_per_kv_head(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads that share a KV head.
+
+    Raises:
+        ValueError: they are more than the kernels take.
+    """
+    group = num_heads // num_kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {MAX_GROUP} may share one")
+    return group
 
 
 def require(is_met: bool, name: str, tensor: torch.Tensor, rule: str) -> None:

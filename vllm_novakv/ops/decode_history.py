@@ -103,7 +103,7 @@ def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int,
         "HAS_CAP": int(has_cap),
         "RESIDENT": RESIDENT[size],
     }
-    return nvrtc.source_text(_SOURCE, constants)
+    return nvrtc.source_text(constants, _SOURCE)
 
 
 @cache

@@ -39,14 +39,15 @@ def is_available(device: torch.device, capability: tuple[int, int]) -> bool:
     )
 
 
-def source_text(path: Path, constants: Mapping[str, int | str]) -> str:
+def source_text(constants: Mapping[str, int | str], *paths: Path) -> str:
     """A kernel's source with its constants defined as macros.
 
     Args:
-        path: the file.
         constants: macro names and values.
+        paths: files, one after the other; the kernel's own is the last.
     """
-    return "".join(f"#define {name} {value}\n" for name, value in constants.items()) + path.read_text()
+    macros = [f"#define {name} {value}\n" for name, value in constants.items()]
+    return "".join([*macros, *(path.read_text() for path in paths)])
 
 
 def compile_kernel(source: str, name: str, device: torch.device, shared_bytes: int = 0) -> Kernel:

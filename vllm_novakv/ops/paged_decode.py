@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.ops import decode_history
-from vllm_novakv.ops.checks import check_attention_inputs
+from vllm_novakv.ops.checks import check_attention_inputs, heads_per_kv_head
 from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
@@ -53,7 +53,6 @@ context."""
 
 _MIN_QUERY_ROWS = 8
 _MIN_GROUP_ROWS, _TILE_ROWS = 4, 16
-_MAX_GROUP = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -499,9 +498,7 @@ def paged_decode(
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     if num_requests == 0:
         return output
-    group = num_heads // num_kv_heads
-    if group > _MAX_GROUP:
-        raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
+    group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
     if splits is None:
         splits = num_splits(num_requests, num_kv_heads, head_size, query.device)

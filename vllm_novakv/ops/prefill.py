@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_novakv.ops.checks import check_attention_inputs, require
+from vllm_novakv.ops.checks import check_attention_inputs, heads_per_kv_head, require
 from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
 from vllm_novakv.ops.tiles import (
@@ -37,8 +37,6 @@ from vllm_novakv.ops.tiles import (
     tile_tokens,
     unpack_values,
 )
-
-_MAX_GROUP = 16
 
 
 @triton.jit
@@ -457,9 +455,7 @@ def prefill(
     num_requests = seq_lens.shape[0]
     if num_tokens == 0 or num_requests == 0:
         return output
-    group = num_heads // num_kv_heads
-    if group > _MAX_GROUP:
-        raise ValueError(f"{num_heads} query heads share {num_kv_heads} KV heads; at most {_MAX_GROUP} may share one")
+    group = heads_per_kv_head(num_heads, num_kv_heads)
     padded_group = triton.next_power_of_2(group)
     launch = launch_for("prefill", query.device, head_size)
     tokens = max(1, launch.tokens // padded_group)

@@ -306,7 +306,7 @@ def store(
         return
     if use_cuda is None:
         use_cuda = store_search.is_supported(key.device)
-    if use_cuda and store_few.is_supported(num_slots, band_cache):
+    if use_cuda and store_few.takes(num_slots, band_cache):
         store_few.launch_store(key, value, history_cache, band_cache, history_slot_mapping, band_slot_mapping, tables)
         return
     if not use_cuda:

@@ -18,10 +18,6 @@
 //
 // Macros: D head size, WARPS, TYPE of keys and values (0 f32, 1 f16, 2 bf16), STEP, BAND_BLOCK.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-
 #define GROUPS (D / 4)
 #define PER_WARP (GROUPS / WARPS)
 #define TOKENS 16
@@ -30,7 +26,6 @@ typedef unsigned int u32;
 #define WORDS ((D + 127) / 128)
 #define CODES (D / 8 / WORDS)
 #define BLOCK 128
-#define BF16_MAX 3.3895313892515355e38f
 
 #define THREADS (32 * WARPS)
 // four elements a thread and load
@@ -46,12 +41,7 @@ typedef ushort4 Quad;
 #endif
 
 #ifndef EMULATED
-__device__ __forceinline__ u32 tf32(float x) { u32 y; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 #endif
 
 __device__ __forceinline__ float number(Input x) {
@@ -63,12 +53,6 @@ __device__ __forceinline__ float number(Input x) {
   return __uint_as_float((u32)x << 16);
 #endif
 }
-// bits of x rounded to bf16, to nearest even
-__device__ __forceinline__ u32 bf16_bits(float x) {
-  const u32 bits = __float_as_uint(x);
-  return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
-__device__ __forceinline__ u32 scale_bits(float x) { return bf16_bits(fminf(fmaxf(x, -BF16_MAX), BF16_MAX)); }
 __device__ __forceinline__ u16 band_element(Input x) {
 #if TYPE == 2
   return x;
@@ -77,8 +61,6 @@ __device__ __forceinline__ u16 band_element(Input x) {
   return y == y ? (u16)bf16_bits(y) : 0x7FFF;
 #endif
 }
-// element of a token in its block's scale planes
-__device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8 * 8 + p % 64 / 8; }
 __device__ __forceinline__ float row_energy(const float* row, int lane) {
   float sum = 0.0f;
 #pragma unroll

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
-from vllm_novakv.ops import nvrtc
+from vllm_novakv.ops import nvrtc, store_search
 from vllm_novakv.ops.checks import require
 from vllm_novakv.ops.tables import KernelTables
 
@@ -25,10 +25,9 @@ _TILE = 16
 _INPUT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-def is_supported(num_slots: int, band_cache: torch.Tensor) -> bool:
-    """Whether the kernel stores this many tokens to a band of this type and device."""
-    is_small = num_slots <= MAX_TOKENS and band_cache.dtype == torch.bfloat16
-    return is_small and nvrtc.is_available(band_cache.device, (8, 0))
+def takes(num_slots: int, band_cache: torch.Tensor) -> bool:
+    """Whether the kernel stores this many tokens to a band of this type, where `store_search` runs, too."""
+    return num_slots <= MAX_TOKENS and band_cache.dtype == torch.bfloat16
 
 
 def launch_store(
@@ -93,7 +92,7 @@ def source(size: int, dtype: torch.dtype, band_block_tokens: int) -> str:
         "STEP": f"{VALUE_STEP}f",
         "BAND_BLOCK": band_block_tokens,
     }
-    return nvrtc.source_text(_SOURCE, constants)
+    return nvrtc.source_text(constants, store_search.COMMON, _SOURCE)
 
 
 @cache

@@ -9,27 +9,9 @@
 //
 // Macros: D head size, TILES, WARPS.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 #define GROUPS (D / 4)
 #define PER_WARP (GROUPS / WARPS)
 #define TOKENS (16 * TILES)
-#define BF16_MAX 3.3895313892515355e38f
-
-#ifndef EMULATED
-__device__ __forceinline__ u32 tf32(float x) { u32 y; asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x)); return y; }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#endif
-// bits of x clamped and rounded to bf16, to nearest even
-__device__ __forceinline__ u32 bf16_bits(float x) {
-  const u32 bits = __float_as_uint(fminf(fmaxf(x, -BF16_MAX), BF16_MAX));
-  return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
     const float* keys, u8* cache, const long long* slots, const float* centroids, const float* half_norms, int num_slots,
@@ -145,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
       const int p = (int)(slot % 128);
       u8* block = cache + ((slot / 128) * block_stride_16 + (long long)h * head_stride_16) * 16;
       unsigned short* plane = (unsigned short*)(block + 128 * (GROUPS + D / 4));
-      plane[p / 64 * 64 + p % 8 * 8 + p % 64 / 8] = (unsigned short)bf16_bits(rho);
+      plane[scale_element(p)] = (unsigned short)scale_bits(rho);
     }
   }
 }

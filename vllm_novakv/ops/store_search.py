@@ -18,6 +18,7 @@ from vllm_novakv.ops.tables import KernelTables
 _TILES, _WARPS = 4, 8
 """Tiles of 16 tokens, and warps, of a block."""
 
+COMMON = Path(__file__).with_name("store_common.cuh")
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
@@ -57,7 +58,7 @@ def launch_search(
 
 def source(size: int) -> str:
     """The kernel's source for one head size."""
-    return nvrtc.source_text(_SOURCE, {"D": size, "TILES": _TILES, "WARPS": _WARPS})
+    return nvrtc.source_text({"D": size, "TILES": _TILES, "WARPS": _WARPS}, COMMON, _SOURCE)
 
 
 @cache
