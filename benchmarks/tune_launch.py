@@ -23,6 +23,8 @@ from unittest.mock import patch
 
 import torch
 from ops import PROMPT_RECENT, RECENT, SINK, random_cache, timed
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -96,7 +98,7 @@ def operation_of(case: Case, is_small: bool = False) -> Callable[[], object]:
         key, value = normal(count, KV_HEADS), normal(count, KV_HEADS)
         slots = torch.randperm(count, device=device) + 128
         band_slots = torch.where(torch.arange(count, device=device) < RECENT, slots, 0)
-        history, band, *_ = random_cache(1, count + 128, count, tables)
+        history, band, *_ = random_cache(1, count + 128, 0, tables)
         # few tokens: the portable kernel, which CUDA C++ replaces where it runs
         use_cuda = None if count > 512 else False
         return lambda: store.store(key, value, history.cache, band, slots, band_slots, tables, use_cuda=use_cuda)
@@ -138,12 +140,12 @@ def operation_of(case: Case, is_small: bool = False) -> Callable[[], object]:
 
 
 def compile_candidate(case: Case, candidate: Launch) -> bool:
-    """Fill Triton's cache on disk; whether the candidate runs at all."""
+    """Fill Triton's cache on disk; whether the candidate runs at all. Any error but Triton's own ends the run."""
     try:
         with using(case.operation, candidate):
             operation_of(case, is_small=True)()
         torch.cuda.synchronize()
-    except Exception as error:
+    except (OutOfResources, CompilationError) as error:
         print(f"{case} {candidate}: {str(error).splitlines()[0][:100]}", flush=True)
         return False
     return True

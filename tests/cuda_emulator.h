@@ -129,32 +129,11 @@ inline uint32_t transpose(uint32_t x) {
   emulator::wait_warp();
   return result;
 }
-// 10 bits of mantissa, to nearest, ties away from zero
-inline uint32_t tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1FFFu; }
 inline float of_half(uint16_t x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
-// m16n8k8, f32 += tf32 * tf32
-inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// m16n8k16, f32 += 16 bits * 16 bits
+template <class Number>
+void multiply_halves(float (&c)[4], const uint32_t (&operands)[6], Number number) {
   const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
-  uint32_t* own = emulator::words(emulator::current);
-  for (int i = 0; i < 4; i++) own[i] = a[i];
-  own[4] = b0;
-  own[5] = b1;
-  emulator::wait_warp();
-  for (int i = 0; i < 4; i++) {
-    const int column = 2 * quad + i % 2;
-    for (int k = 0; k < 8; k++) {
-      const float x = __uint_as_float(emulator::words(warp + 4 * row + k % 4)[i / 2 + k / 4 * 2]);
-      const float y = __uint_as_float(emulator::words(warp + 4 * column + k % 4)[4 + k / 4]);
-      c[i] += x * y;
-    }
-  }
-  emulator::wait_warp();
-}
-
-// m16n8k16, f32 += f16 * f16
-inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
-  const uint32_t operands[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(emulator::words(emulator::current), operands, sizeof operands);
   emulator::wait_warp();
   for (int i = 0; i < 4; i++) {
@@ -163,11 +142,24 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
       const int owner = k % 8 / 2, upper = k / 8, shift = 16 * (k % 2);
       const uint32_t x = emulator::words(warp + 4 * row + owner)[i / 2 + 2 * upper] >> shift;
       const uint32_t y = emulator::words(warp + 4 * column + owner)[4 + upper] >> shift;
-      c[i] += of_half((uint16_t)x) * of_half((uint16_t)y);
+      c[i] += number((uint16_t)x) * number((uint16_t)y);
     }
   }
   emulator::wait_warp();
 }
+// of f16
+inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  multiply_halves(c, {a0, a1, a2, a3, b0, b1}, of_half);
+}
+// of bf16
+inline void multiply(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  multiply_halves(c, {a.x, a.y, a.z, a.w, b0, b1}, [](uint16_t x) { return __uint_as_float((uint32_t)x << 16); });
+}
+inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  for (float& x : c) x = 0.0f;
+  multiply(c, a, b0, b1);
+}
+inline void prefetch(const void*) {}
 
 inline void launch(Index grid, int num_threads, std::function<void()> body) {
   emulator::body = body;

@@ -4,15 +4,10 @@
 // and copies the band. A decode step is a few such tiles, so latency is all that counts:
 //
 //   1. rows of the tile, centred if keys, to shared memory; the transform, 8 columns a warp, to registers meanwhile
-//   2. product of both on tensor cores, m16n8k8 in three tf32 terms, which keep f32's precision, to shared memory
+//   2. product of both on tensor cores, to shared memory: three bf16 terms of each hold all bits of an f32, and the six
+//      products of terms that are not below its precision are taken
 //   3. keys    ρ = ‖r‖/√d;  nearest centroids, a warp for neighbouring groups;  least-squares scale;  indices
 //      values  s = STEP · RMS(w) in bf16;  codes, a thread for the 8 or 16 codes of a word
-//
-// A score x·c − ‖c‖²/2 of 16 tokens against 8 centroids of a group is one product too: a key has four elements per group,
-// so k = 8 holds x = high + low in two tf32 terms against the same centroid, whose 8-bit float elements are exact.
-//
-// Lane = 4 row + quad. Fragments of m16n8k8: A holds (row, quad), (row + 8, quad), (row, quad + 4), (row + 8, quad + 4);
-// B (quad, row), (quad + 4, row); C (row, 2 quad), (row, 2 quad + 1), (row + 8, 2 quad), (row + 8, 2 quad + 1).
 //
 // Keys, values and band are read and written four elements at a time: their addresses are multiples of that.
 //
@@ -22,7 +17,10 @@
 #define PER_WARP (GROUPS / WARPS)
 #define TOKENS 16
 #define PITCH (D + 4)
-#define K_STEPS (D / 8)
+// steps of 16 rows of the transform; those whose terms are loaded at once, 6 words a step
+#define K_STEPS (D / 16)
+#define STEPS (D < 128 ? K_STEPS : 8)
+#define LOADS (STEPS * 6 / 4)
 #define WORDS ((D + 127) / 128)
 #define CODES (D / 8 / WORDS)
 #define BLOCK 128
@@ -72,16 +70,21 @@ __device__ __forceinline__ float row_energy(const float* row, int lane) {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
     const Input* keys, const Input* values, u8* cache, u16* band, const long long* slots, const long long* band_slots,
-    const float* mean, const float* key_transform, const float* centroids, const float* half_norms,
-    const float* value_transform, int num_slots, int key_stride_t, int key_stride_h, int value_stride_t,
-    int value_stride_h, int block_stride_16, int head_stride_16, int band_stride_b, int band_stride_h,
-    int band_stride_t) {
-  __shared__ float x[TOKENS][PITCH], r[TOKENS][PITCH], scale[TOKENS], energies[WARPS][TOKENS], products[WARPS][TOKENS];
+    const float* mean, const uint4* key_terms, const u32* words, const uint4* value_terms, int num_slots,
+    int key_stride_t, int key_stride_h, int value_stride_t, int value_stride_h, int block_stride_16, int head_stride_16,
+    int band_stride_b, int band_stride_h, int band_stride_t) {
+  // a lane's words of A, by term and step
+  __shared__ uint4 x[3][K_STEPS][32];
+  __shared__ float r[TOKENS][PITCH], scale[TOKENS], energies[WARPS][TOKENS], products[WARPS][TOKENS];
   __shared__ long long slot_of[TOKENS], band_slot_of[TOKENS];
   const int h = blockIdx.y, first = blockIdx.x * TOKENS;
   const bool is_keys = blockIdx.z == 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+  words += (long long)h * GROUPS * 1024;
   // 1. rows and transform: every load is on its way before the first is used
+  if (is_keys)
+#pragma unroll
+    for (int i = 0; i < GROUPS * 32 / THREADS; i++) prefetch(words + (i * THREADS + thread) * 32);
   const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
   const int row_stride = is_keys ? key_stride_t : value_stride_t;
   Quad elements[ROW_LOADS];
@@ -91,10 +94,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
     const int place = (i * THREADS + thread) * 4, token = min(first + place / D, num_slots - 1);
     elements[i] = *(const Quad*)(rows + (long long)token * row_stride + place % D);
   }
-  const float* transform = (is_keys ? key_transform : value_transform) + (long long)h * D * D + quad * D + warp * 8 + row;
-  float b[2 * K_STEPS];
+  // [H][D / 8 column tiles][K_STEPS / STEPS][LOADS][32 lanes]
+  const uint4* terms =
+      (is_keys ? key_terms : value_terms) + ((long long)h * D / 8 + warp) * (K_STEPS / STEPS * LOADS * 32) + lane;
+  uint4 loaded[LOADS];
 #pragma unroll
-  for (int k = 0; k < 2 * K_STEPS; k++) b[k] = __ldg(transform + 4 * k * D);
+  for (int i = 0; i < LOADS; i++) loaded[i] = __ldg(terms + 32 * i);
   // a slot in block 0, vLLM's null block, or below is not stored
   if (thread < TOKENS) {
     const bool is_slot = first + thread < num_slots;
@@ -103,41 +108,57 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
   }
 #pragma unroll
   for (int i = 0; i < ROW_LOADS; i++) {
-    const int place = (i * THREADS + thread) * 4, d = place % D;
-    float* row_x = &x[place / D][d];
-    row_x[0] = number(elements[i].x); row_x[1] = number(elements[i].y);
-    row_x[2] = number(elements[i].z); row_x[3] = number(elements[i].w);
-    if (is_keys)
+    const int place = (i * THREADS + thread) * 4, token = place / D, d = place % D;
+    float own[4] = {number(elements[i].x), number(elements[i].y), number(elements[i].z), number(elements[i].w)};
+    if (is_keys) {
+      const float4 own_mean = __ldg((const float4*)(mean + h * D + d));
+      own[0] -= own_mean.x; own[1] -= own_mean.y; own[2] -= own_mean.z; own[3] -= own_mean.w;
+    }
+    u32 split_own[4][3];
 #pragma unroll
-      for (int k = 0; k < 4; k++) row_x[k] -= __ldg(mean + h * D + d + k);
+    for (int k = 0; k < 4; k++) split(own[k], split_own[k]);
+    // words of (token, d) and (token, d + 2)
+    u32* word = (u32*)&x[0][d / 16][token % 8 * 4 + d % 8 / 2] + token / 8 + d % 16 / 8 * 2;
+#pragma unroll
+    for (int term = 0; term < 3; term++)
+#pragma unroll
+      for (int k = 0; k < 2; k++)
+        word[(term * K_STEPS * 32 + k) * 4] = pair(split_own[2 * k][term], split_own[2 * k + 1][term]);
   }
   __syncthreads();
   // 2. r = x R
-  // not unrolled: registers hold the columns of one tile
+  // not unrolled: registers hold the terms of one load
 #pragma unroll 1
   for (int t = 0; t < COLUMN_TILES; t++) {
-    const int tile = warp + t * WARPS;
-    if (t)
+    // the small products on their own: shorter chains, and no large sum swallows them
+    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, small[4] = {0.0f, 0.0f, 0.0f, 0.0f}, smaller[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int part = 0; part < K_STEPS / STEPS; part++) {
+      if (t || part)
 #pragma unroll
-      for (int k = 0; k < 2 * K_STEPS; k++) b[k] = __ldg(transform + t * WARPS * 8 + 4 * k * D);
-    // the small terms on their own: shorter chains, and no large sum swallows them
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f}, small[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        for (int i = 0; i < LOADS; i++)
+          loaded[i] = __ldg(terms + ((t * WARPS * (K_STEPS / STEPS) + part) * LOADS + i) * 32);
 #pragma unroll
-    for (int k = 0; k < K_STEPS; k++) {
-      u32 high[4], low[4];
+      for (int k = 0; k < STEPS; k++) {
+        u32 b[6];
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float element = x[row + i % 2 * 8][8 * k + quad + i / 2 * 4];
-        high[i] = tf32(element);
-        low[i] = tf32(element - __uint_as_float(high[i]));
+        for (int i = 0; i < 6; i++) {
+          const uint4& own = loaded[(6 * k + i) / 4];
+          b[i] = (6 * k + i) % 4 == 0 ? own.x : (6 * k + i) % 4 == 1 ? own.y : (6 * k + i) % 4 == 2 ? own.z : own.w;
+        }
+        const uint4 high = x[0][part * STEPS + k][lane], middle = x[1][part * STEPS + k][lane];
+        const uint4 low = x[2][part * STEPS + k][lane];
+        multiply(c, high, b[0], b[1]);
+        multiply(small, high, b[2], b[3]);
+        multiply(small, middle, b[0], b[1]);
+        multiply(smaller, high, b[4], b[5]);
+        multiply(smaller, middle, b[2], b[3]);
+        multiply(smaller, low, b[0], b[1]);
       }
-      const u32 b0 = tf32(b[2 * k]), b1 = tf32(b[2 * k + 1]);
-      multiply(c, high, b0, b1);
-      multiply(small, low, b0, b1);
-      multiply(small, high, tf32(b[2 * k] - __uint_as_float(b0)), tf32(b[2 * k + 1] - __uint_as_float(b1)));
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) r[row + i / 2 * 8][tile * 8 + 2 * quad + i % 2] = c[i] + small[i];
+    for (int i = 0; i < 4; i++)
+      r[row + i / 2 * 8][(warp + t * WARPS) * 8 + 2 * quad + i % 2] = c[i] + (small[i] + smaller[i]);
   }
   __syncthreads();
   // 3. scales
@@ -160,52 +181,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) store_few(
     }
     // two groups at a time, so that one computes while the other waits
 #pragma unroll
-    for (int pair = 0; pair < PER_WARP; pair += 2) {
-      const int g = warp * PER_WARP + pair;
-      const float* lane_centroids = centroids + ((long long)h * GROUPS + g) * 1024 + lane;
-      const float2* lane_norms = (const float2*)(half_norms + ((long long)h * GROUPS + g) * 256) + quad;
-      float best[2][2];
+    for (int of_warp = 0; of_warp < PER_WARP; of_warp += 2) {
+      const int g = warp * PER_WARP + of_warp;
+      float own[2][2], x[2][2], c[2][2];
       int index[2][2];
-      u32 a[2][4];
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const float element = r[8 * half + row][4 * (g + i) + quad] * inverse[half];
-          a[i][half] = tf32(element);
-          a[i][half + 2] = tf32(element - __uint_as_float(a[i][half]));
-          best[i][half] = __int_as_float(0xFF800000);
-          index[i][half] = 0;
+          own[i][half] = r[8 * half + row][4 * (g + i) + quad];
+          x[i][half] = own[i][half] * inverse[half];
         }
-      // nearest centroid, the first of equals
-#pragma unroll 8
-      for (int n = 0; n < 32; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const u32 centroid = __float_as_uint(__ldg(lane_centroids + 1024 * i + 32 * n));
-          const float2 norms = __ldg(lane_norms + 128 * i + 4 * n);
-          float c[4] = {-norms.x, -norms.y, -norms.x, -norms.y};
-          multiply(c, a[i], centroid, centroid);
-#pragma unroll
-          for (int k = 0; k < 4; k++)
-            if (c[k] > best[i][k / 2]) { best[i][k / 2] = c[k]; index[i][k / 2] = 8 * n + 2 * quad + k % 2; }
-        }
+      nearest<2, 1>(words + g * 1024, x, lane, index, c);
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-#pragma unroll
-          for (int offset = 1; offset < 4; offset *= 2) {
-            const float other = __shfl_xor_sync(0xFFFFFFFFu, best[i][half], offset);
-            const int other_index = __shfl_xor_sync(0xFFFFFFFFu, index[i][half], offset);
-            const bool is_better = other > best[i][half] || (other == best[i][half] && other_index < index[i][half]);
-            best[i][half] = is_better ? other : best[i][half];
-            index[i][half] = is_better ? other_index : index[i][half];
-          }
-          const float c = __ldg(lane_centroids - lane + 1024 * i + 4 * index[i][half] + quad);
-          product[half] += r[8 * half + row][4 * (g + i) + quad] * c;
-          energy[half] += c * c;
-          packed[half] |= (u32)index[i][half] << (8 * (pair + i));
+          product[half] += own[i][half] * c[i][half];
+          energy[half] += c[i][half] * c[i][half];
+          packed[half] |= (u32)index[i][half] << (8 * (of_warp + i));
         }
     }
     // indices of the warp's groups, side by side

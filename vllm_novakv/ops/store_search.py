@@ -1,8 +1,8 @@
 """The search for nearest centroids of the store in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same result as the search in ops/store.py wherever the nearest centroid is unique beyond rounding, on compute capability
-8.0 and up: the scores come from tensor cores at two tf32 terms, which Triton's products cannot express for groups of
-four; see ops/store_search.cu.
+8.0 and up: the scores come from tensor cores, in three bf16 terms, which Triton's products cannot express for groups of
+four; see ops/store_common.cuh.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def launch_search(
             keys,
             history_cache,
             history_slot_mapping,
-            tables.search_centroids,
-            tables.search_half_norms,
+            tables.search_words,
             num_slots,
             # in 16 bytes, so that 32 bits suffice
             history_cache.stride(0) // 16,

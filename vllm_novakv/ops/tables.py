@@ -26,8 +26,11 @@ class KernelTables:
         is_e5m2: whether the bytes are float8_e5m2; otherwise float8_e4m3fn.
         centroids: f32 [num_kv_heads, 256, 5, num_groups]: elements 0 to 3, then ‖c‖²/2 (infinite where there is no
             centroid), so that the search reads one row of groups at a time.
-        search_centroids: f32 [num_kv_heads, num_groups, 256, 4]; centroids that do not exist are zero.
-        search_half_norms: f32 [num_kv_heads, num_groups, 256]: ‖c‖²/2, infinite where there is no centroid.
+        search_words: int32 [num_kv_heads, num_groups, 8, 32, 4], as `nearest` in ops/store_common.cuh reads them: two
+            bf16 numbers, an element of a centroid and a term of −‖c‖²/2, which is −inf where there is no centroid.
+        key_transform_terms, value_transform_terms: int32 [num_kv_heads, head_size / 8, …, 32, 4], the transforms as
+            tensor-core operands of bf16: 8 columns at a time, steps of 16 rows, 6 words a lane and step (three terms,
+            which hold all bits of an f32, of two words), those words in fours.
         key_transform_planes: f32 [num_kv_heads, 4, head_size, num_groups], plane i holds columns i, i + 4, … of R_K.
     """
 
@@ -35,8 +38,9 @@ class KernelTables:
     centroid_words: torch.Tensor
     is_e5m2: bool
     centroids: torch.Tensor
-    search_centroids: torch.Tensor
-    search_half_norms: torch.Tensor
+    search_words: torch.Tensor
+    key_transform_terms: torch.Tensor
+    value_transform_terms: torch.Tensor
     key_transform_planes: torch.Tensor
 
     @classmethod
@@ -75,8 +79,9 @@ class KernelTables:
             is_e5m2=dtype is torch.float8_e5m2,
             # [H, L, 256, 5] -> [H, 256, 5, L]
             centroids=rows.permute(0, 2, 3, 1).contiguous(),
-            search_centroids=rows[..., :KERNEL_GROUP_SIZE].contiguous(),
-            search_half_norms=rows[..., KERNEL_GROUP_SIZE].contiguous(),
+            search_words=_search_words(rows),
+            key_transform_terms=_transform_terms(codec.key_transform),
+            value_transform_terms=_transform_terms(codec.value_transform),
             key_transform_planes=planes.contiguous(),
         )
 
@@ -94,3 +99,35 @@ class PackedHistory(QuantizedHistory):
 
 def _is_exact_in(codebook: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((codebook.to(dtype).float() == codebook).all())
+
+
+def _bf16_terms(x: torch.Tensor) -> torch.Tensor:
+    """Three bf16 numbers whose sum is x: ``[...]`` f32 → ``[..., 3]``."""
+    terms = []
+    for _ in range(3):
+        terms.append(x.to(torch.bfloat16))
+        x = torch.where(x.isinf(), 0.0, x - terms[-1].float())
+    return torch.stack(terms, dim=-1)
+
+
+def _words(halves: torch.Tensor) -> torch.Tensor:
+    """``[..., 2]`` bf16 → ``[...]`` int32, the first in the lower half."""
+    return halves.contiguous().view(torch.int32).squeeze(-1)
+
+
+def _search_words(rows: torch.Tensor) -> torch.Tensor:
+    """[H, L, 256, 5] of elements and ‖c‖²/2 → the words of `KernelTables.search_words`."""
+    elements = rows[..., :KERNEL_GROUP_SIZE].to(torch.bfloat16)
+    terms = torch.nn.functional.pad(_bf16_terms(-rows[..., KERNEL_GROUP_SIZE]), (0, 1))
+    # [H, L, 256, 4]; centroid 8 (4 i + j) + row, quad -> [i, 4 row + quad, j]
+    words = _words(torch.stack([elements, terms], dim=-1)).unflatten(2, (8, 4, 8))
+    return words.permute(0, 1, 2, 4, 5, 3).flatten(3, 4).contiguous()
+
+
+def _transform_terms(transform: torch.Tensor) -> torch.Tensor:
+    """[H, D, D] → the words of `KernelTables.key_transform_terms`."""
+    size = transform.shape[-1]
+    terms = _bf16_terms(transform).unflatten(2, (size // 8, 8)).unflatten(1, (size // 16, 2, 4, 2))
+    # [H, step, j, quad, half, tile, row, term] -> [H, tile, step, term, j, row, quad]
+    words = _words(terms.permute(0, 5, 1, 7, 2, 6, 3, 4)).flatten(5, 6)
+    return words.flatten(2, 4).unflatten(2, (-1, 4)).transpose(3, 4).contiguous()
