@@ -175,37 +175,48 @@ def build(scenario, seed=0):
 
 def dense_attention(batch, dtype):
     """The module docstring of ops/reference.py in plain words, one request at a time, in `dtype`."""
-    s, codec = batch.scenario, batch.codec
+    codec = batch.codec
     output = torch.empty(batch.query.shape, dtype=dtype, device=batch.query.device)
     starts = batch.query_start_loc.tolist()
-    for (key, value, held, context, prompt_len), start, end in zip(batch.requests, starts, starts[1:], strict=False):
-        length = key.shape[0]
-        band_key, band_value = key.to(torch.bfloat16).to(dtype), value.to(torch.bfloat16).to(dtype)
+    for (key, value, *state), start, end in zip(batch.requests, starts, starts[1:], strict=False):
+        band = [x.to(torch.bfloat16).to(dtype) for x in (key, value)]
         r = decode_keys(*encode_keys(key, codec), codec.codebook).to(dtype)
         w = decode_values(*encode_values(value, codec.value_transform)).to(dtype)
-        # [H, G, T, d]
-        query = batch.query[start:end].to(dtype).view(end - start, s.num_kv_heads, s.group, -1).permute(1, 2, 0, 3)
-        folded = (query.double() @ codec.key_transform_inv_t.double()[:, None]).to(dtype)
-        offset = (query.double() * codec.key_mean.double()[:, None, None]).sum(-1, keepdim=True).to(dtype)
-        p = torch.arange(context, length, device=key.device)[:, None]
-        j = torch.arange(length, device=key.device)[None, :]
-        window = torch.where(p < prompt_len, s.prompt_recent, s.recent)
-        is_exact = ((j < s.sink) | (j > p - window)) & held
-        exact = query @ band_key.permute(1, 2, 0)[:, None]
-        coded = folded @ r.permute(1, 2, 0)[:, None] + offset
-        logits = torch.where(is_exact, exact, coded) * batch.scale
-        if s.cap:
-            logits = s.cap * torch.tanh(logits / s.cap)
-        logits = logits.masked_fill(j > p, -torch.inf)
-        if batch.sinks is not None:
-            sink = batch.sinks.to(dtype).view(s.num_kv_heads, s.group, 1, 1).expand(*logits.shape[:3], 1)
-            logits = torch.cat([logits, sink], -1)
-        weights = torch.softmax(logits, -1)[..., :length]
-        from_band = torch.where(is_exact, weights, 0) @ band_value.transpose(0, 1)[:, None]
-        from_history = torch.where(is_exact, 0, weights) @ w.transpose(0, 1)[:, None]
-        rotated = from_history @ codec.value_transform.to(dtype).mT[:, None]
-        output[start:end] = (from_band + rotated).permute(2, 0, 1, 3).flatten(1, 2)
+        # few rows at a time: a test must not need all of a GPU's memory
+        for first in range(start, end, 256):
+            rows = slice(first, min(first + 256, end))
+            output[rows] = dense_rows(batch, dtype, batch.query[rows], first - start, (*band, r, w), *state)
     return output
+
+
+def dense_rows(batch, dtype, rows, first, sources, held, context, prompt_len):
+    """Attention of some of a request's rows, the chunk's `first` and following."""
+    s, codec = batch.scenario, batch.codec
+    length = context + first + rows.shape[0]
+    band_key, band_value, r, w = (x[:length] for x in sources)
+    held = held[:length]
+    # [H, G, T, d]
+    query = rows.to(dtype).view(rows.shape[0], s.num_kv_heads, s.group, -1).permute(1, 2, 0, 3)
+    folded = (query.double() @ codec.key_transform_inv_t.double()[:, None]).to(dtype)
+    offset = (query.double() * codec.key_mean.double()[:, None, None]).sum(-1, keepdim=True).to(dtype)
+    p = torch.arange(context + first, length, device=rows.device)[:, None]
+    j = torch.arange(length, device=rows.device)[None, :]
+    window = torch.where(p < prompt_len, s.prompt_recent, s.recent)
+    is_exact = ((j < s.sink) | (j > p - window)) & held
+    exact = query @ band_key.permute(1, 2, 0)[:, None]
+    coded = folded @ r.permute(1, 2, 0)[:, None] + offset
+    logits = torch.where(is_exact, exact, coded) * batch.scale
+    if s.cap:
+        logits = s.cap * torch.tanh(logits / s.cap)
+    logits = logits.masked_fill(j > p, -torch.inf)
+    if batch.sinks is not None:
+        sink = batch.sinks.to(dtype).view(s.num_kv_heads, s.group, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], -1)
+    weights = torch.softmax(logits, -1)[..., :length]
+    from_band = torch.where(is_exact, weights, 0) @ band_value.transpose(0, 1)[:, None]
+    from_history = torch.where(is_exact, 0, weights) @ w.transpose(0, 1)[:, None]
+    rotated = from_history @ codec.value_transform.to(dtype).mT[:, None]
+    return (from_band + rotated).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def relative_error(actual, expected):

@@ -15,7 +15,7 @@
 //   - an index's address in the codebook is one dot product of bytes (dp4a): 4 · byte quad of a word + base
 //   - a value code x at bits 2j of a half-word is read where it lies, as the subnormal fp16 number x · 2^(2j − 24): one
 //     AND; the powers of two are taken out at the end, the −1.5 of x − 1.5 with the sum of weights, which is one more
-//     row of the product
+//     row of the product, now and then, so that no sum grows to where the products' truncation shows
 //   - the maximum is shared among lanes, and the output rescaled, only when some lane has a larger one
 //
 // Macros: D head size, E5M2 type of the centroids, SINK, RECENT, PROMPT_RECENT, BAND_BLOCK, ROWS query rows in memory,
@@ -30,6 +30,7 @@ typedef unsigned int u32;
 #define SETS (D / 64)
 #define TILES (D / 16)
 #define WARPS 4
+#define CENTRED_CHUNKS 8
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
 #define ONES 0x3C003C00u
@@ -66,6 +67,18 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 __device__ __forceinline__ int code_place(int j) { return j < 5 ? 2 * j : 2 * j - 10; }
 __device__ __forceinline__ u32 value_pair(u32 codes, u32 upper_codes, int j) {
   return (j < 5 ? codes : upper_codes) & (0x00030003u << code_place(j));
+}
+// of a dimension of output tile i: it holds codes 2 (i mod 4) and the next one of its set
+__device__ __forceinline__ int code_place_of(int i, int k) { return code_place(2 * (i % 4) + k / 2); }
+// Σ w x 2^(place − 24) becomes Σ w (x − 1.5) 2^(place − 24).
+__device__ __forceinline__ void centre(float (&out)[TILES][4], float (&value_total)[4]) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      out[i][k] -= 1.5f * __int_as_float((127 - 24 + code_place_of(i, k)) << 23) * value_total[k % 2];
+#pragma unroll
+  for (int k = 0; k < 4; k++) value_total[k] = 0.0f;
 }
 __device__ __forceinline__ float bf16_of(u32 word, int i) { return __int_as_float(i ? word & 0xFFFF0000u : word << 16); }
 __device__ __forceinline__ float soft_cap(float x, float cap) {
@@ -278,7 +291,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_histor
     }
     chunk = following;
     block = next_block;
+    if (chunk / (64 * WARPS) % CENTRED_CHUNKS == 0) centre(out, value_total);
   }
+  centre(out, value_total);
 
   // 4. one softmax out of four: the codebook's memory is free now
 #pragma unroll
@@ -310,9 +325,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_histor
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int dim = 16 * i + row + 8 * (k / 2), head = 2 * quad + k % 2;
-          // tile i holds codes 2 (i mod 4) and the next one of its set
-          const float unit = __int_as_float((127 + 24 - code_place(2 * (i % 4) + k / 2)) << 23);
-          const float x = (unit * out[i][k] - 1.5f * value_total[k % 2]) * part_scale[k % 2];
+          const float unit = __int_as_float((127 + 24 - code_place_of(i, k)) << 23);
+          const float x = unit * out[i][k] * part_scale[k % 2];
           float* place = shared_out + head * (D + 4) + dim;
           *place = turn ? *place + x : x;
         }

@@ -5,7 +5,7 @@ order of keys, so a tile keeps the order in which memory holds its value cells (
 token 16 (s div 16) + s mod 2 + 2 (s mod 16 div 4) + 8 (s div 2 mod 2).
 
 A value of code x is read as the number 1 + x/4, two mantissa bits over the exponent of one, so that unpacking is a
-shift and a mask; with w the weights, Σ w (x − 1.5) = 4 Σ w (1 + x/4) − 5.5 Σ w.
+shift and a mask; with w the weights, Σ w (x − 1.5) = 4 Σ w (1 + x/4 − 1.375).
 """
 
 from __future__ import annotations
