@@ -9,7 +9,7 @@
 #define TOKENS (16 * TILES)
 
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) store_search(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) store_search(
     const float* keys, u8* cache, const long long* slots, const u32* words, int num_slots, int block_stride_16,
     int head_stride_16) {
   __shared__ float scale[TOKENS], energies[WARPS][TOKENS], products[WARPS][TOKENS];
