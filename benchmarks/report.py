@@ -29,6 +29,7 @@ CACHE_NAMES = {
     "fp8": "FP8, FlashAttention 3",
     "stock": "vLLM's own, model's type",
 }
+KIND_NAMES = {"attention": "attention", "gemm": "matrix products", "store": "writing the cache", "other": "other kernels"}
 CACHE_COLOURS = {"novakv": "#1b7f5c", "bf16": "#8a8f98", "fp8": "#c9803a"}
 
 
@@ -69,10 +70,7 @@ def newest(pattern: str, directory: Path = RECORDS) -> Record:
         if not re.match(pattern, path.name):
             continue
         content = json.loads(path.read_text())
-        # the first records of the operations say `time` and have no settings of their own
-        date = content.get("date") or re.sub(r"(\d{4})(\d\d)(\d\d)-.*", r"\1-\2-\3", content["time"])
-        settings = content.get("settings") or content.get("shape", {})
-        found.append(Record(path, date, content["results"], settings))
+        found.append(Record(path, content["date"], content["results"], content["settings"]))
     if not found:
         raise SystemExit(f"{directory} has no record {pattern}")
     return max(found, key=lambda record: (record.date, record.path.name))
@@ -93,7 +91,7 @@ def thousands(shape: str) -> str:
 
 def operations_table() -> str:
     """Microseconds of decode, store and prefill beside FlashAttention's."""
-    record = newest(r".*ops-(h200|\d{8})")
+    record = newest(r".*ops-h200")
     rows = []
     for name, figures in record.results.items():
         kind, _, case = name.partition(" ")
@@ -143,11 +141,28 @@ def engine_table() -> str:
         rows.append([label, *(figure(batch, "requests", ",") for batch in batches)])
         rows.append(["of which preempted", *(figure(batch, "preemptions", ",") for batch in batches)])
         rows.append(["tokens/s decoding them", *(figure(batch, "tokens_per_s", ",.0f") for batch in batches)])
+    for shape in record.settings["profile"]:
+        steps = [record.results[cache].get(shape, {}) for cache in caches]
+        rows.append(
+            [f"decode step, {thousands(shape)} tokens, ms", *(figure(s, "decode_step_ms", ".2f") for s in steps)]
+        )
+        kinds = [kernel_kinds(step.get("gpu_ms_by_kind", {})) for step in steps]
+        for kind in ("attention", "gemm", "store", "other"):
+            rows.append([f"of which {KIND_NAMES[kind]}, ms", *(figure(k, kind, ".2f") for k in kinds)])
     caption = (
         "vLLM 0.32 on one H200, a model of Qwen3-8B's shape with random weights, chunks of "
         f"{record.settings['chunk']:,} tokens, {record.settings['memory']:.0%} of the memory ({record.link}):\n\n"
     )
     return caption + table(["", *(CACHE_NAMES[cache] for cache in caches)], rows)
+
+
+def kernel_kinds(times: Mapping[str, float]) -> dict[str, float]:
+    """A step's GPU time by kind; the first record counts the 2-bit store among the others."""
+    kinds = {kind: times[kind] for kind in KIND_NAMES if kind in times}
+    if kinds and "store" not in kinds:
+        kinds["store"] = times["kernel store_few"]
+        kinds["other"] -= kinds["store"]
+    return kinds
 
 
 def figure(figures: Mapping[str, Any], name: str, form: str) -> str:
@@ -206,7 +221,7 @@ def plot_decode_operation(path: Path) -> None:
     """Bars of the decode operation's time by shape and cache."""
     from matplotlib import pyplot
 
-    record = newest(r".*ops-(h200|\d{8})")
+    record = newest(r".*ops-h200")
     cases = {name.partition(" ")[2]: figures for name, figures in record.results.items() if name.startswith("decode ")}
     keys = {"novakv": "cuda", "bf16": "bf16_flash_attention_3", "fp8": "fp8_flash_attention_3"}
     figure_, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")

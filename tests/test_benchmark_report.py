@@ -42,11 +42,12 @@ def test_newest_goes_by_date(tmp_path):
 def test_engine_table(monkeypatch):
     step = {"decode_step_ms": 12.35, "prefill_tokens_per_s": 26_000.4}
     fill = {"requests": 100, "preemptions": 0, "tokens_per_s": 2500.0}
+    kinds = {"attention": 5.0, "gemm": 4.0, "other": 0.875, "kernel store_few": 0.375, "kernel x": 0.5}
     results = {
-        "novakv": {"2x30": step, "pool_tokens": 7000, "fill 30": fill},
+        "novakv": {"2x30": step, "4x8": step | {"gpu_ms_by_kind": kinds}, "pool_tokens": 7000, "fill 30": fill},
         "bf16": {"2x30": {"skipped": "the pool does not hold it"}, "pool_tokens": 1000},
     }
-    settings = {"shapes": ["2x30"], "fill": 30, "chunk": 16_384, "memory": 0.7}
+    settings = {"shapes": ["2x30"], "profile": ["4x8"], "fill": 30, "chunk": 16_384, "memory": 0.7}
     record = report.Record(report.RECORDS / "x.json", "2026-01-01", results, settings)
     monkeypatch.setattr(report, "newest", lambda pattern: record)
     lines = report.engine_table().splitlines()
@@ -56,3 +57,6 @@ def test_engine_table(monkeypatch):
     assert "| pool, tokens | 7,000 | 1,000 |" in lines
     assert "| requests of 30 tokens in the pool at once | 100 | - |" in lines
     assert "| of which preempted | 0 | - |" in lines
+    assert "| of which attention, ms | 5.00 | - |" in lines
+    assert "| of which writing the cache, ms | 0.38 | - |" in lines
+    assert "| of which other kernels, ms | 0.50 | - |" in lines
