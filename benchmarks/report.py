@@ -29,7 +29,12 @@ CACHE_NAMES = {
     "fp8": "FP8, FlashAttention 3",
     "stock": "vLLM's own, model's type",
 }
-KIND_NAMES = {"attention": "attention", "gemm": "matrix products", "store": "writing the cache", "other": "other kernels"}
+KIND_NAMES = {
+    "attention": "attention",
+    "gemm": "matrix products",
+    "store": "writing the cache",
+    "other": "other kernels",
+}
 CACHE_COLOURS = {"novakv": "#1b7f5c", "bf16": "#8a8f98", "fp8": "#c9803a"}
 
 
@@ -147,8 +152,9 @@ def engine_table() -> str:
             [f"decode step, {thousands(shape)} tokens, ms", *(figure(s, "decode_step_ms", ".2f") for s in steps)]
         )
         kinds = [kernel_kinds(step.get("gpu_ms_by_kind", {})) for step in steps]
-        for kind in ("attention", "gemm", "store", "other"):
-            rows.append([f"of which {KIND_NAMES[kind]}, ms", *(figure(k, kind, ".2f") for k in kinds)])
+        rows += [
+            [f"of which {title}, ms", *(figure(k, kind, ".2f") for k in kinds)] for kind, title in KIND_NAMES.items()
+        ]
     caption = (
         "vLLM 0.32 on one H200, a model of Qwen3-8B's shape with random weights, chunks of "
         f"{record.settings['chunk']:,} tokens, {record.settings['memory']:.0%} of the memory ({record.link}):\n\n"
