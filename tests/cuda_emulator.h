@@ -81,6 +81,16 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int offset) {
   emulator::wait_warp();
   return other;
 }
+// a lane without one `offset` below keeps its own
+template <class T> T __shfl_up_sync(unsigned, T value, int offset) {
+  const int own = emulator::current;
+  memcpy(emulator::words(own), &value, 4);
+  emulator::wait_warp();
+  T other = value;
+  if (own % 32 >= offset) memcpy(&other, emulator::words(own - offset), 4);
+  emulator::wait_warp();
+  return other;
+}
 inline bool __any_sync(unsigned, bool value) {
   emulator::words(emulator::current)[0] = value;
   emulator::wait_warp();

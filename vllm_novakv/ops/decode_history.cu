@@ -1,25 +1,31 @@
 // History part of paged decode for compute capability 8.9 and up: the second launch of ops/paged_decode.py, same
 // inputs and same outputs as its Triton kernel.
 //
-// Grid (split, KV head, request), 4 warps. The head's codebook, one 32-bit word of four 8-bit floats per centroid, lies
-// in shared memory. A warp takes 64 tokens at a time, 16 to a tensor-core tile, and keeps its own online softmax:
+// Grid (CTA, KV head): CTAs stay on their head, whose codebook they keep in shared memory, and share its work evenly,
+// whatever the requests' lengths: the requests' chunks of 64 tokens stand in one line, each request with SEGMENT_COST
+// more for what a segment costs, and CTA c takes the c-th part of the line. A segment, what a CTA has of a request, is one
+// partial result; those of a request are neighbours (entry c + request of the head), and `parts` says where.
+//
+// A warp takes a chunk at a time, 16 tokens to a tensor-core tile, and keeps its own online softmax:
 //
 //     logits^T [16 tokens, 8 heads] = K [16, D] Q^T [D, 8]      K from shared memory straight into the A fragment
 //     O^T      [16 dims, 8 heads]  += V^T [16, 16 tokens] W^T   V from one 16-byte load straight into the A fragment
 //
 // Lane = 4 row + quad. For m16n8k16 a lane holds k = 2 quad, 2 quad + 1 and both + 8: these four are the elements of
-// group 4 step + quad. Weights go from the first product's C fragment to the second's B fragment by transposing 8x8 tiles
-// (movmatrix).
+// group STEPS · quad + step, so that a lane's indices of a token are neighbours in memory. Weights go from the first
+// product's C fragment to the second's B fragment by transposing 8x8 tiles (movmatrix).
 //
-// What limits the kernel is the number of instructions, so the inner loop has few:
-//   - an index's address in the codebook is one dot product of bytes (dp4a): 4 · byte quad of a word + base
+// What limits the kernel is the number of instructions and of shared-memory accesses, so the inner loop has few:
+//   - the codebook has COPIES copies, side by side: word [step][centroid][copy][quad], so that the lanes of a look-up fall
+//     on banks of their own as far as memory admits (8 copies: always; 4: two lanes share two banks)
+//   - an index's address in the codebook is one dot product of bytes (dp4a)
 //   - a value code x at bits 2j of a half-word is read where it lies, as the subnormal fp16 number x · 2^(2j − 24): one
 //     AND; the powers of two are taken out at the end, the −1.5 of x − 1.5 with the sum of weights, which is one more
 //     row of the product, now and then, so that no sum grows to where the products' truncation shows
 //   - the maximum is shared among lanes, and the output rescaled, only when some lane has a larger one
 //
 // Macros: D head size, E5M2 type of the centroids, SINK, RECENT, PROMPT_RECENT, BAND_BLOCK, ROWS query rows in memory,
-// HAS_CAP, RESIDENT blocks of a multiprocessor.
+// HAS_CAP, WARPS of a CTA, COPIES of the codebook.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -29,8 +35,14 @@ typedef unsigned int u32;
 #define STEPS (D / 16)
 #define SETS (D / 64)
 #define TILES (D / 16)
-#define WARPS 4
+#define THREADS (32 * WARPS)
 #define CENTRED_CHUNKS 8
+#define SEGMENT_COST 8
+// warps that add up their outputs one after the other, in SLOTS places at a time
+#define TURNS 4
+#define SLOTS (WARPS / TURNS)
+#define BOOK_WORDS (GROUPS * 256 * COPIES)
+#define OUT_PITCH (D + 4)
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
 #define ONES 0x3C003C00u
@@ -99,244 +111,308 @@ __device__ __forceinline__ void scale_logits(float* x, float rho, float log2_s, 
   }
 }
 
-struct Indices { uint4 v[2][(GROUPS + 15) / 16]; };
-
-__device__ __forceinline__ void load_indices(Indices& x, const u8* block, int token) {
+// N neighbouring words, N a power of two
+template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const void* p) {
+  if constexpr (N == 1) x[0] = __ldg((const u32*)p);
+  else if constexpr (N == 2) {
+    const uint2 y = __ldg((const uint2*)p);
+    x[0] = y.x; x[1] = y.y;
+  } else {
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-#pragma unroll
-    for (int i = 0; i < GROUPS / 16; i++)
-      x.v[half][i] = __ldg((const uint4*)(block + (token + 8 * half) * GROUPS) + i);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) decode_history(
-    const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
-    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights,
-    int block_stride_16, int head_stride_16, int block_table_stride, int band_table_stride, int num_parts, int scale_bits,
-    int cap_bits) {
-  DYNAMIC_SHARED(u32, book);
-  const int splits = gridDim.x, split = blockIdx.x, h = blockIdx.y, r = blockIdx.z;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  const int seq_len = seq_lens[r], window = seq_len <= prompt_lens[r] ? PROMPT_RECENT : RECENT;
-  const int share = ((seq_len + splits - 1) / splits + 127) / 128 * 128;
-  const int start = split * share, end = min(start + share, seq_len);
-  const long long pair = (long long)r * gridDim.y + h, part = pair * num_parts + split;
-  float* part_weights = weights + part * 2 * ROWS;
-  if (start >= end) {
-    if (thread < ROWS) { part_weights[thread] = MASKED; part_weights[ROWS + thread] = 0.0f; }
-    return;
-  }
-  {
-    const uint4* source = (const uint4*)(table + (long long)h * GROUPS * 256);
-    for (int i = thread; i < GROUPS * 64; i += 128) ((uint4*)book)[i] = __ldg(source + i);
-  }
-  // B fragments of the query: heads in columns
-  u32 q[STEPS][2];
-#pragma unroll
-  for (int step = 0; step < STEPS; step++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u16* plane = folded + pair * ROWS * D + (2 * i * ROWS + row) * GROUPS + 4 * step + quad;
-      q[step][i] = (u32)plane[0] | ((u32)plane[ROWS * GROUPS] << 16);
+    for (int i = 0; i < N / 4; i++) {
+      const uint4 y = __ldg((const uint4*)p + i);
+      x[4 * i] = y.x; x[4 * i + 1] = y.y; x[4 * i + 2] = y.z; x[4 * i + 3] = y.w;
     }
+  }
+}
+// a lane's indices of two tokens, 8 apart
+__device__ __forceinline__ void load_indices(u32 (&x)[2][STEPS / 4], const u8* block, int token, int quad) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) load_words(x[half], block + (token + 8 * half) * GROUPS + quad * STEPS);
+}
+__device__ __forceinline__ int num_chunks(int seq_len) { return (seq_len + 63) / 64; }
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
+    const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
+    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int* parts,
+    int num_requests, int block_stride_16, int head_stride_16, int block_table_stride, int band_table_stride,
+    int scale_bits, int cap_bits) {
+  DYNAMIC_SHARED(u32, book);
+  float* const shared_m = (float*)(book + BOOK_WORDS);
+  float* const shared_total = shared_m + WARPS * 8;
+  float* const shared_out = shared_total + WARPS * 8;
+  int* const starts = (int*)(shared_out + SLOTS * 8 * OUT_PITCH);
+  __shared__ int warp_sums[WARPS];
+  const int ctas = gridDim.x, cta = blockIdx.x, h = blockIdx.y;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+  // 1. the codebook
+  {
+    const u32* source = table + (long long)h * GROUPS * 256;
+    for (int i = thread; i < STEPS * 256; i += THREADS) {
+      const u32* words = source + i / 256 * 256 + i % 256;
+      const uint4 x = {__ldg(words), __ldg(words + STEPS * 256), __ldg(words + 2 * STEPS * 256), __ldg(words + 3 * STEPS * 256)};
+#pragma unroll
+      for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[i * COPIES + copy] = x;
+    }
+  }
+  // 2. the line of work: where each request begins
+  int line = 0;
+  for (int first = 0; first < num_requests; first += THREADS) {
+    const int r = first + thread, chunks = r < num_requests ? num_chunks(seq_lens[r]) : 0;
+    const int own = chunks > 0 ? chunks + SEGMENT_COST : 0;
+    int sum = own;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFFu, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) { if (i < warp) sum += warp_sums[i]; all += warp_sums[i]; }
+    if (r < num_requests) starts[r] = line + sum - own;
+    line += all;
+    __syncthreads();
+  }
+  if (thread == 0) starts[num_requests] = line;
+  __syncthreads();
+  // CTA of unit u is ((u + 1) ctas − 1) / line, as CTA c begins at c line / ctas
+  if (cta == 0 && h == 0)
+    for (int r = thread; r < num_requests; r += THREADS) {
+      const long long start = starts[r], end = starts[r + 1];
+      const int first = end > start ? (int)(((start + 1) * ctas - 1) / line) : 0;
+      parts[r] = first + r;
+      parts[num_requests + r] = end > start ? (int)((end * ctas - 1) / line) - first + 1 : 0;
+    }
+  const int line_end = (int)((long long)(cta + 1) * line / ctas);
+  int place = (int)((long long)cta * line / ctas), r = 0;
+  if (place >= line_end) return;
+  // the last request that begins at or before our place
+  for (int high = num_requests; high - r > 1;) {
+    const int middle = (r + high) / 2;
+    if (starts[middle] <= place) r = middle; else high = middle;
+  }
+  const u8* head_cache = cache + (long long)h * head_stride_16 * 16;
+  const u32 lane_book = shared_address(book) + row * COPIES / 8 * 16 + quad * 4;
   const float scale = __int_as_float(scale_bits), cap = __int_as_float(cap_bits);
 #if HAS_CAP
   const float to_log2 = 1.0f;
 #else
   const float to_log2 = LOG2E;
 #endif
-  float row_scale[2], row_offset[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    row_scale[i] = row_scales[pair * 2 * ROWS + 2 * quad + i] * scale * to_log2;
-    row_offset[i] = row_scales[pair * 2 * ROWS + ROWS + 2 * quad + i] * scale * to_log2;
-  }
-  __syncthreads();
 
-  float m[2] = {MASKED, MASKED}, total[2] = {0, 0};
-  float out[TILES][4], value_total[4] = {0, 0, 0, 0};
+  // 3. segments
+  for (; place < line_end; r++, place = starts[r]) {
+    const int seq_len = seq_lens[r];
+    if (seq_len <= 0) continue;
+    const int window = seq_len <= prompt_lens[r] ? PROMPT_RECENT : RECENT;
+    const int units = starts[r + 1] - starts[r], chunks = units - SEGMENT_COST;
+    const int first_chunk = (int)((long long)(place - starts[r]) * chunks / units);
+    const int end_chunk = (int)((long long)(min(line_end, starts[r + 1]) - starts[r]) * chunks / units);
+    const long long pair = (long long)r * gridDim.y + h, part = (long long)h * (ctas + num_requests) + cta + r;
+    // B fragments of the query: heads in columns
+    u32 q[STEPS][2];
 #pragma unroll
-  for (int i = 0; i < TILES; i++)
+    for (int i = 0; i < 2; i++) {
+      u32 planes[2][STEPS / 2];
 #pragma unroll
-    for (int k = 0; k < 4; k++) out[i][k] = 0.0f;
+      for (int k = 0; k < 2; k++)
+        load_words(planes[k], folded + pair * ROWS * D + ((2 * i + k) * ROWS + row) * GROUPS + quad * STEPS);
+#pragma unroll
+      for (int step = 0; step < STEPS; step++)
+        q[step][i] = __byte_perm(planes[0][step / 2], planes[1][step / 2], step % 2 ? 0x7632 : 0x5410);
+    }
+    float row_scale[2], row_offset[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      row_scale[i] = row_scales[pair * 2 * ROWS + 2 * quad + i] * scale * to_log2;
+      row_offset[i] = row_scales[pair * 2 * ROWS + ROWS + 2 * quad + i] * scale * to_log2;
+    }
+    float m[2] = {MASKED, MASKED}, total[2] = {0, 0};
+    float out[TILES][4], value_total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) out[i][k] = 0.0f;
 
-  const int* blocks = block_table + (long long)r * block_table_stride;
-  const int* band_blocks = band_table + (long long)r * band_table_stride;
-  const u8* head_cache = cache + (long long)h * head_stride_16 * 16;
-  const u32 lane_book = shared_address(book) + quad * 1024, lane_byte = 4u << (8 * quad);
-
-  int chunk = start + 64 * warp;
-  const u8* block = chunk < end ? head_cache + (long long)blocks[chunk >> 7] * block_stride_16 * 16 : head_cache;
-  // a tile's indices are loaded while the tile before it is computed
-  Indices indices[2];
-  if (chunk < end) load_indices(indices[0], block, (chunk & 127) + row);
-  while (chunk < end) {
-    const int first = (chunk & 127);
-    const int following = chunk + 64 * WARPS;
-    const u8* next_block = following < end ? head_cache + (long long)blocks[following >> 7] * block_stride_16 * 16 : block;
-    // scales of the lane's 8 tokens: row + 8 i
-    const u8* planes = block + 128 * (GROUPS + D / 4) + first * 2 + row * 16;
-    uint4 rho4 = __ldg((const uint4*)planes), s4 = __ldg((const uint4*)(planes + 256));
-    // value cells of the chunk's four tiles
-    u32 cells[4][D / 32];
+    const int* blocks = block_table + (long long)r * block_table_stride;
+    const int* band_blocks = band_table + (long long)r * band_table_stride;
+    int chunk = first_chunk + warp, until_centred = CENTRED_CHUNKS;
+    const u8* block = chunk < end_chunk ? head_cache + (long long)blocks[chunk / 2] * block_stride_16 * 16 : head_cache;
+    // a tile's indices are loaded when those of the chunk before it have been used
+    u32 indices[4][2][STEPS / 4];
+    if (chunk < end_chunk)
 #pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-      const u8* values = block + 128 * GROUPS + ((first >> 4) + tile) * (4 * D) + lane * (D / 8);
+      for (int tile = 0; tile < 4; tile++) load_indices(indices[tile], block, chunk % 2 * 64 + 16 * tile + row, quad);
+    while (chunk < end_chunk) {
+      const int first = chunk % 2 * 64, start = 64 * chunk, following = chunk + WARPS;
+      const u8* next_block =
+          following < end_chunk ? head_cache + (long long)blocks[following / 2] * block_stride_16 * 16 : block;
+      // scales of the lane's 8 tokens: row + 8 i
+      const u8* planes = block + 128 * (GROUPS + D / 4) + first * 2 + row * 16;
+      uint4 rho4 = __ldg((const uint4*)planes), s4 = __ldg((const uint4*)(planes + 256));
+      // value cells of the chunk's four tiles
+      u32 cells[4][D / 32];
+#pragma unroll
+      for (int tile = 0; tile < 4; tile++) {
+        const u8* values = block + 128 * GROUPS + ((first >> 4) + tile) * (4 * D) + lane * (D / 8);
 #if D == 64
-      const uint2 x = __ldg((const uint2*)values);
-      cells[tile][0] = x.x; cells[tile][1] = x.y;
+        const uint2 x = __ldg((const uint2*)values);
+        cells[tile][0] = x.x; cells[tile][1] = x.y;
 #else
 #pragma unroll
-      for (int i = 0; i < D / 128; i++) {
-        const uint4 x = __ldg((const uint4*)values + i);
-        cells[tile][4 * i] = x.x; cells[tile][4 * i + 1] = x.y; cells[tile][4 * i + 2] = x.z; cells[tile][4 * i + 3] = x.w;
-      }
-#endif
-    }
-    // 1. logits
-    float c[4][4];
-#pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-      if (tile < 3) load_indices(indices[(tile + 1) % 2], block, first + 16 * (tile + 1) + row);
-      else if (following < end) load_indices(indices[0], next_block, (following & 127) + row);
-#pragma unroll
-      for (int k = 0; k < 4; k++) c[tile][k] = 0.0f;
-#pragma unroll
-      for (int step = 0; step < STEPS; step++) {
-        u32 a[4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint4 v = indices[tile % 2].v[half][step / 4];
-          const u32 word = step % 4 == 0 ? v.x : step % 4 == 1 ? v.y : step % 4 == 2 ? v.z : v.w;
-          unpack_bytes<E5M2 ? 5 : 4>(load_shared(dot_bytes(word, lane_byte, lane_book) + step * 4096), a[half], a[half + 2]);
+        for (int i = 0; i < D / 128; i++) {
+          const uint4 x = __ldg((const uint4*)values + i);
+          cells[tile][4 * i] = x.x; cells[tile][4 * i + 1] = x.y; cells[tile][4 * i + 2] = x.z; cells[tile][4 * i + 3] = x.w;
         }
-        multiply(c[tile], a[0], a[1], a[2], a[3], q[step][0], q[step][1]);
+#endif
       }
-    }
-    // 2. scale, mask, maximum
-    const bool is_open = chunk >= SINK && chunk + 64 <= min(end, seq_len - window);
-    const u32 rho_words[4] = {rho4.x, rho4.y, rho4.z, rho4.w}, s_words[4] = {s4.x, s4.y, s4.z, s4.w};
-    float s[8], top[2] = {MASKED, MASKED};
-    if (is_open) {
+      // 1. logits
+      float c[4][4];
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        s[i] = bf16_of(s_words[i / 2], i % 2);
-        scale_logits(&c[i / 2][2 * (i % 2)], bf16_of(rho_words[i / 2], i % 2), log2_scale(s[i]), row_scale, row_offset, cap, top);
+      for (int tile = 0; tile < 4; tile++) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) c[tile][k] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+          u32 a[4];
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const u32 address = dot_bytes(indices[tile][half][step / 4], (16 * COPIES) << (8 * (step % 4)), lane_book);
+            unpack_bytes<E5M2 ? 5 : 4>(load_shared(address + step * 4096 * COPIES), a[half], a[half + 2]);
+          }
+          multiply(c[tile], a[0], a[1], a[2], a[3], q[step][0], q[step][1]);
+        }
+        if (following < end_chunk) load_indices(indices[tile], next_block, following % 2 * 64 + 16 * tile + row, quad);
       }
-    } else {
+      // 2. scale, mask, maximum
+      const bool is_open = start >= SINK && start + 64 <= seq_len - window;
+      const u32 rho_words[4] = {rho4.x, rho4.y, rho4.z, rho4.w}, s_words[4] = {s4.x, s4.y, s4.z, s4.w};
+      float s[8], top[2] = {MASKED, MASKED};
+      if (is_open) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const int j = chunk + row + 8 * i;
-        bool is_key = j < end;
-        if (is_key && (j < SINK || j >= seq_len - window)) is_key = band_blocks[j / BAND_BLOCK] == 0;
-        // memory past the end may hold anything
-        s[i] = is_key ? bf16_of(s_words[i / 2], i % 2) : 0.0f;
-        float* x = &c[i / 2][2 * (i % 2)];
-        if (is_key) scale_logits(x, bf16_of(rho_words[i / 2], i % 2), log2_scale(s[i]), row_scale, row_offset, cap, top);
-        else x[0] = x[1] = __int_as_float(0xFF800000);
+        for (int i = 0; i < 8; i++) {
+          s[i] = bf16_of(s_words[i / 2], i % 2);
+          scale_logits(&c[i / 2][2 * (i % 2)], bf16_of(rho_words[i / 2], i % 2), log2_scale(s[i]), row_scale, row_offset, cap, top);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const int j = start + row + 8 * i;
+          bool is_key = j < seq_len;
+          if (is_key && (j < SINK || j >= seq_len - window)) is_key = band_blocks[j / BAND_BLOCK] == 0;
+          // memory past the end may hold anything
+          s[i] = is_key ? bf16_of(s_words[i / 2], i % 2) : 0.0f;
+          float* x = &c[i / 2][2 * (i % 2)];
+          if (is_key) scale_logits(x, bf16_of(rho_words[i / 2], i % 2), log2_scale(s[i]), row_scale, row_offset, cap, top);
+          else x[0] = x[1] = __int_as_float(0xFF800000);
+        }
       }
-    }
-    if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2)
-          top[k] = fmaxf(top[k], __shfl_xor_sync(0xFFFFFFFFu, top[k], offset));
-        const float new_m = fmaxf(m[k], top[k]);
-        const float decay = exp2_fast(m[k] - new_m);
-        m[k] = new_m;
-        total[k] *= decay;
-        value_total[k] *= decay;
-#pragma unroll
-        for (int i = 0; i < TILES; i++) { out[i][k] *= decay; out[i][k + 2] *= decay; }
-      }
-    }
-    // 3. weights and values
-#pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-      u32 b[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float w[2];
+      if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          const float weight = exp2_fast(c[tile][2 * half + k] - m[k]);
-          total[k] += weight;
-          w[k] = weight * s[2 * tile + half];
-        }
-        b[half] = transpose(pack_half(w[0], w[1]));
-      }
-      multiply(value_total, ONES, ONES, ONES, ONES, b[0], b[1]);
 #pragma unroll
-      for (int set = 0; set < SETS; set++) {
-        // 8 codes of tokens 2 quad, 2 quad + 1 and of both + 8
-        u32 near, far;
+          for (int offset = 4; offset < 32; offset *= 2)
+            top[k] = fmaxf(top[k], __shfl_xor_sync(0xFFFFFFFFu, top[k], offset));
+          const float new_m = fmaxf(m[k], top[k]);
+          const float decay = exp2_fast(m[k] - new_m);
+          m[k] = new_m;
+          total[k] *= decay;
+          value_total[k] *= decay;
+#pragma unroll
+          for (int i = 0; i < TILES; i++) { out[i][k] *= decay; out[i][k + 2] *= decay; }
+        }
+      }
+      // 3. weights and values
+#pragma unroll
+      for (int tile = 0; tile < 4; tile++) {
+        u32 b[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float w[2];
+#pragma unroll
+          for (int k = 0; k < 2; k++) {
+            const float weight = exp2_fast(c[tile][2 * half + k] - m[k]);
+            total[k] += weight;
+            w[k] = weight * s[2 * tile + half];
+          }
+          b[half] = transpose(pack_half(w[0], w[1]));
+        }
+        multiply(value_total, ONES, ONES, ONES, ONES, b[0], b[1]);
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+          // 8 codes of tokens 2 quad, 2 quad + 1 and of both + 8
+          u32 near, far;
 #if D == 64
-        near = cells[tile][0]; far = cells[tile][1];
+          near = cells[tile][0]; far = cells[tile][1];
 #elif D == 128
-        const u32 pick = set ? 0x7632 : 0x5410;
-        near = __byte_perm(cells[tile][0], cells[tile][1], pick);
-        far = __byte_perm(cells[tile][2], cells[tile][3], pick);
+          const u32 pick = set ? 0x7632 : 0x5410;
+          near = __byte_perm(cells[tile][0], cells[tile][1], pick);
+          far = __byte_perm(cells[tile][2], cells[tile][3], pick);
 #else
-        const u32 pick = set % 2 ? 0x7632 : 0x5410;
-        near = __byte_perm(cells[tile][set / 2], cells[tile][2 + set / 2], pick);
-        far = __byte_perm(cells[tile][4 + set / 2], cells[tile][6 + set / 2], pick);
+          const u32 pick = set % 2 ? 0x7632 : 0x5410;
+          near = __byte_perm(cells[tile][set / 2], cells[tile][2 + set / 2], pick);
+          far = __byte_perm(cells[tile][4 + set / 2], cells[tile][6 + set / 2], pick);
 #endif
-        const u32 upper_near = near >> 10, upper_far = far >> 10;
+          const u32 upper_near = near >> 10, upper_far = far >> 10;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          multiply(out[4 * set + i], value_pair(near, upper_near, 2 * i), value_pair(near, upper_near, 2 * i + 1),
-                   value_pair(far, upper_far, 2 * i), value_pair(far, upper_far, 2 * i + 1), b[0], b[1]);
-      }
-    }
-    chunk = following;
-    block = next_block;
-    if (chunk / (64 * WARPS) % CENTRED_CHUNKS == 0) centre(out, value_total);
-  }
-  centre(out, value_total);
-
-  // 4. one softmax out of four: the codebook's memory is free now
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-#pragma unroll
-    for (int offset = 4; offset < 32; offset *= 2) total[k] += __shfl_xor_sync(0xFFFFFFFFu, total[k], offset);
-  __syncthreads();
-  float* shared_m = (float*)book;
-  float* shared_total = shared_m + WARPS * 8;
-  float* shared_out = shared_total + WARPS * 8;
-  if (row == 0)
-#pragma unroll
-    for (int k = 0; k < 2; k++) shared_m[warp * 8 + 2 * quad + k] = m[k];
-  __syncthreads();
-  float all[2], part_scale[2];
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    all[k] = MASKED;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) all[k] = fmaxf(all[k], shared_m[i * 8 + 2 * quad + k]);
-    part_scale[k] = exp2_fast(m[k] - all[k]);
-    if (row == 0) shared_total[warp * 8 + 2 * quad + k] = total[k] * part_scale[k];
-  }
-  // [head][dim], a padded row per head; the warps add up one after the other
-  for (int turn = 0; turn < WARPS; turn++) {
-    if (warp == turn)
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int dim = 16 * i + row + 8 * (k / 2), head = 2 * quad + k % 2;
-          const float unit = __int_as_float((127 + 24 - code_place_of(i, k)) << 23);
-          const float x = unit * out[i][k] * part_scale[k % 2];
-          float* place = shared_out + head * (D + 4) + dim;
-          *place = turn ? *place + x : x;
+          for (int i = 0; i < 4; i++)
+            multiply(out[4 * set + i], value_pair(near, upper_near, 2 * i), value_pair(near, upper_near, 2 * i + 1),
+                     value_pair(far, upper_far, 2 * i), value_pair(far, upper_far, 2 * i + 1), b[0], b[1]);
         }
+      }
+      chunk = following;
+      block = next_block;
+      if (--until_centred == 0) { centre(out, value_total); until_centred = CENTRED_CHUNKS; }
+    }
+    centre(out, value_total);
+
+    // 4. one softmax out of the warps'
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) total[k] += __shfl_xor_sync(0xFFFFFFFFu, total[k], offset);
+    if (row == 0)
+#pragma unroll
+      for (int k = 0; k < 2; k++) shared_m[warp * 8 + 2 * quad + k] = m[k];
+    __syncthreads();
+    float part_scale[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      float all = MASKED;
+#pragma unroll
+      for (int i = 0; i < WARPS; i++) all = fmaxf(all, shared_m[i * 8 + 2 * quad + k]);
+      part_scale[k] = exp2_fast(m[k] - all);
+      if (row == 0) shared_total[warp * 8 + 2 * quad + k] = total[k] * part_scale[k];
+    }
+    // [slot][head][dim], a padded row per head
+    for (int turn = 0; turn < TURNS; turn++) {
+      if (warp / SLOTS == turn)
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            const int dim = 16 * i + row + 8 * (k / 2), head = 2 * quad + k % 2;
+            const float unit = __int_as_float((127 + 24 - code_place_of(i, k)) << 23);
+            const float x = unit * out[i][k] * part_scale[k % 2];
+            float* sum = shared_out + (warp % SLOTS * 8 + head) * OUT_PITCH + dim;
+            *sum = turn ? *sum + x : x;
+          }
+      __syncthreads();
+    }
+    if (thread < 8) {
+      float x = 0.0f, top = MASKED;
+      for (int i = 0; i < WARPS; i++) { x += shared_total[i * 8 + thread]; top = fmaxf(top, shared_m[i * 8 + thread]); }
+      weights[part * 2 * ROWS + thread] = top;
+      weights[part * 2 * ROWS + ROWS + thread] = x;
+    }
+    for (int i = thread; i < 8 * D; i += THREADS) {
+      float x = 0.0f;
+#pragma unroll
+      for (int slot = 0; slot < SLOTS; slot++) x += shared_out[(slot * 8 + i / D) * OUT_PITCH + i % D];
+      partial[part * ROWS * D + i] = x;
+    }
     __syncthreads();
   }
-  if (thread < 8) {
-    float x = 0.0f, top = MASKED;
-    for (int i = 0; i < WARPS; i++) { x += shared_total[i * 8 + thread]; top = fmaxf(top, shared_m[i * 8 + thread]); }
-    part_weights[thread] = top;
-    part_weights[ROWS + thread] = x;
-  }
-  for (int i = thread; i < 8 * D; i += 128) partial[part * ROWS * D + i] = shared_out[i / D * (D + 4) + i % D];
 }

@@ -19,11 +19,15 @@ from vllm_novakv.ops.tables import PackedHistory
 MAX_ROWS = 8
 """Query heads per KV head that the kernel serves."""
 
-RESIDENT = {64: 4, 128: 3, 256: 2}
-"""Blocks that run on a multiprocessor at the same time, by head size: as many as their registers admit."""
+MAX_REQUESTS = 4096
+"""Requests of a batch; where each begins in the line of work is kept in shared memory."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_THREADS = 128
+_WARPS = {64: 16, 128: 12, 256: 8}
+"""Warps of a CTA, one on every multiprocessor, by head size: as many as their registers admit."""
+
+_SLOTS_PER_WARP = 4
+_HOPPER_SHARED_BYTES = 227 * 1024
 
 
 def is_supported(device: torch.device, rows: int) -> bool:
@@ -41,18 +45,27 @@ def launch_history(
     prompt_lens: torch.Tensor,
     partial_output: torch.Tensor,
     partial_weights: torch.Tensor,
+    parts: torch.Tensor,
     scale: float,
     logits_soft_cap: float,
-    splits: int,
-    num_parts: int,
+    ctas: int,
     sink_tokens: int,
     recent_tokens: int,
     prompt_recent_tokens: int,
     band_block_tokens: int,
 ) -> None:
-    """Write every split's maximum, sum and weighted values; arguments as in ops/paged_decode.py."""
+    """Write every segment's maximum, sum and weighted values, and which segments are a request's.
+
+    Args:
+        ctas: of a KV head; other arguments as in ops/paged_decode.py.
+
+    Raises:
+        ValueError: there are more than MAX_REQUESTS requests.
+    """
     codec = history.tables.codec
-    size = codec.head_size
+    size, num_requests = codec.head_size, seq_lens.shape[0]
+    if num_requests > MAX_REQUESTS:
+        raise ValueError(f"a batch has {num_requests} requests; the decode kernel serves up to {MAX_REQUESTS}")
     kernel = _compiled(
         size,
         history.tables.is_e5m2,
@@ -64,8 +77,8 @@ def launch_history(
         seq_lens.device,
     )
     kernel(
-        grid=(splits, codec.num_kv_heads, seq_lens.shape[0]),
-        block=(_THREADS, 1, 1),
+        grid=(ctas, codec.num_kv_heads, 1),
+        block=(32 * _WARPS[size], 1, 1),
         args=[
             folded,
             row_scales,
@@ -77,20 +90,30 @@ def launch_history(
             prompt_lens,
             partial_output,
             partial_weights,
+            parts,
+            num_requests,
             # in 16 bytes, so that 32 bits suffice
             history.cache.stride(0) // 16,
             history.cache.stride(1) // 16,
             history_block_table.stride(0),
             band_block_table.stride(0),
-            num_parts,
             _float_bits(scale),
             _float_bits(logits_soft_cap),
         ],
-        shared_mem=_shared_bytes(size),
+        shared_mem=_shared_bytes(size, _num_copies(size, seq_lens.device), num_requests),
     )
 
 
-def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int, band_block: int, has_cap: bool) -> str:
+def source(
+    size: int,
+    is_e5m2: bool,
+    sink: int,
+    recent: int,
+    prompt_recent: int,
+    band_block: int,
+    has_cap: bool,
+    copies: int,
+) -> str:
     """The kernel's source for one set of constants."""
     constants = {
         "D": size,
@@ -101,7 +124,8 @@ def source(size: int, is_e5m2: bool, sink: int, recent: int, prompt_recent: int,
         "BAND_BLOCK": band_block,
         "ROWS": MAX_ROWS,
         "HAS_CAP": int(has_cap),
-        "RESIDENT": RESIDENT[size],
+        "WARPS": _WARPS[size],
+        "COPIES": copies,
     }
     return nvrtc.source_text(constants, _SOURCE)
 
@@ -117,12 +141,26 @@ def _compiled(
     has_cap: bool,
     device: torch.device,
 ) -> nvrtc.Kernel:
-    text = source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap)
-    return nvrtc.compile_kernel(text, "decode_history", device, _shared_bytes(size))
+    copies = _num_copies(size, device)
+    text = source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap, copies)
+    return nvrtc.compile_kernel(text, "decode_history", device, _shared_bytes(size, copies, MAX_REQUESTS))
 
 
-def _shared_bytes(size: int) -> int:
-    return size // 4 * 256 * 4
+@cache
+def _num_copies(size: int, device: torch.device) -> int:
+    """Copies of the codebook, 8 at most: as many as shared memory holds."""
+    limit = _HOPPER_SHARED_BYTES
+    if device.type == "cuda":
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return next(n for n in (8, 4, 2, 1) if _shared_bytes(size, n, MAX_REQUESTS) <= limit)
+
+
+def _shared_bytes(size: int, copies: int, num_requests: int) -> int:
+    """The codebook, the warps' results, and where each request begins; see ops/decode_history.cu."""
+    warps = _WARPS[size]
+    book = size // 4 * 256 * copies
+    results = warps * 16 + warps // _SLOTS_PER_WARP * 8 * (size + 4)
+    return 4 * (book + results + num_requests + 1)
 
 
 def _float_bits(x: float) -> int:
