@@ -1,10 +1,11 @@
-// History part of paged decode for compute capability 8.9 and up: the second launch of ops/paged_decode.py, same
-// inputs and same outputs as its Triton kernel.
+// History and band of paged decode for compute capability 8.9 and up: the second launch of ops/paged_decode.py, with the
+// results of its Triton kernels.
 //
 // Grid (CTA, KV head): CTAs stay on their head, whose codebook they keep in shared memory, and share its work evenly,
-// whatever the requests' lengths: the requests' chunks of 64 tokens stand in one line, each request with SEGMENT_COST
-// more for what a segment costs, and CTA c takes the c-th part of the line. A segment, what a CTA has of a request, is one
-// partial result; those of a request are neighbours (entry c + request of the head), and `parts` says where.
+// whatever the requests' lengths: the requests stand in one line, each with its band (BAND_COST), its chunks of 64 tokens
+// and SEGMENT_COST for what a segment costs, and CTA c takes the c-th part of the line. A segment, what a CTA has of a
+// request's history, is one partial result; those of a request are neighbours (entry c + request of the head), and `parts`
+// says where. A band belongs to the CTA where it begins.
 //
 // A warp takes a chunk at a time, 16 tokens to a tensor-core tile, and keeps its own online softmax:
 //
@@ -14,6 +15,10 @@
 // Lane = 4 row + quad. For m16n8k16 a lane holds k = 2 quad, 2 quad + 1 and both + 8: these four are the elements of
 // group STEPS · quad + step, so that a lane's indices of a token are neighbours in memory. Weights go from the first
 // product's C fragment to the second's B fragment by transposing 8x8 tiles (movmatrix).
+//
+// A band's products are alike, of bf16: 8 neighbouring elements of a key, one load, are a lane's share of two steps of
+// k = 16, in whatever order, as the query's are the same; values are transposed on their way, too. Queries that are not
+// bf16, and all weights, are sums of bf16 terms.
 //
 // What limits the kernel is the number of instructions and of shared-memory accesses, so the inner loop has few:
 //   - the codebook has COPIES copies, side by side: word [step][centroid][copy][quad], so that the lanes of a look-up fall
@@ -25,7 +30,7 @@
 //   - the maximum is shared among lanes, and the output rescaled, only when some lane has a larger one
 //
 // Macros: D head size, E5M2 type of the centroids, SINK, RECENT, PROMPT_RECENT, BAND_BLOCK, ROWS query rows in memory,
-// HAS_CAP, WARPS of a CTA, COPIES of the codebook.
+// HAS_CAP, TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA, COPIES of the codebook.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -37,7 +42,12 @@ typedef unsigned int u32;
 #define TILES (D / 16)
 #define THREADS (32 * WARPS)
 #define CENTRED_CHUNKS 8
+// in chunks that take as long
 #define SEGMENT_COST 8
+#define BAND_COST 20
+// bf16 terms of a query and of a weight
+#define QUERY_TERMS (3 - TYPE)
+#define WEIGHT_TERMS (TYPE == 0 ? 3 : 2)
 // warps that add up their outputs one after the other, in SLOTS places at a time
 #define TURNS 4
 #define SLOTS (WARPS / TURNS)
@@ -74,6 +84,11 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 #endif
 // Code j of two tokens' half-words of 8 codes as subnormal fp16 pair x · 2^(place − 24): place(j) bits up.
 __device__ __forceinline__ int code_place(int j) { return j < 5 ? 2 * j : 2 * j - 10; }
@@ -130,18 +145,198 @@ __device__ __forceinline__ void load_indices(u32 (&x)[2][STEPS / 4], const u8* b
 #pragma unroll
   for (int half = 0; half < 2; half++) load_words(x[half], block + (token + 8 * half) * GROUPS + quad * STEPS);
 }
+// two numbers as TERMS pairs of bf16 whose sums they are; with the last term all bits of an f32 are out at three
+template <int TERMS> __device__ __forceinline__ void split_pair(float x, float y, u32 (&terms)[TERMS]) {
+#pragma unroll
+  for (int i = 0; i < TERMS; i++) {
+    const u32 low = __float_as_uint(x) & 0xFFFF0000, high = __float_as_uint(y) & 0xFFFF0000;
+    terms[i] = __byte_perm(low, high, 0x7632);
+    x -= __uint_as_float(low);
+    y -= __uint_as_float(high);
+  }
+}
+#if TYPE == 0
+typedef float Query;
+#else
+typedef u16 Query;
+#endif
+__device__ __forceinline__ float number(Query x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return of_half(x);
+#else
+  return __uint_as_float((u32)x << 16);
+#endif
+}
+// the largest logit of each head among a warp's lanes; where it has grown, everything so far is rescaled
+__device__ __forceinline__ void raise_maximum(float (&top)[2], float (&m)[2], float (&total)[2], float (&value_total)[4],
+                                              float (&out)[TILES][4]) {
+  if (!__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) return;
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) top[k] = fmaxf(top[k], __shfl_xor_sync(0xFFFFFFFFu, top[k], offset));
+    const float new_m = fmaxf(m[k], top[k]);
+    const float decay = exp2_fast(m[k] - new_m);
+    m[k] = new_m;
+    total[k] *= decay;
+    value_total[k] *= decay;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) { out[i][k] *= decay; out[i][k + 2] *= decay; }
+  }
+}
+// One softmax out of the warps'. A lane's outputs are of heads 2 quad, 2 quad + 1; of which dimensions, and in what unit,
+// depends on the kind of segment.
+struct Results { float *m, *total, *out; };
+template <bool IS_BAND>
+__device__ __forceinline__ void merge_warps(const Results& shared, const float (&m)[2], float (&total)[2],
+                                            const float (&out)[TILES][4], float* weights, float* partial) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) total[k] += __shfl_xor_sync(0xFFFFFFFFu, total[k], offset);
+  if (row == 0)
+#pragma unroll
+    for (int k = 0; k < 2; k++) shared.m[warp * 8 + 2 * quad + k] = m[k];
+  __syncthreads();
+  float part_scale[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    float all = MASKED;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) all = fmaxf(all, shared.m[i * 8 + 2 * quad + k]);
+    part_scale[k] = exp2_fast(m[k] - all);
+    if (row == 0) shared.total[warp * 8 + 2 * quad + k] = total[k] * part_scale[k];
+  }
+  // [slot][head][dim], a padded row per head
+  for (int turn = 0; turn < TURNS; turn++) {
+    if (warp / SLOTS == turn)
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int head = 2 * quad + k % 2;
+          const int dim = IS_BAND ? i / 2 * 32 + row / 2 * 8 + i % 2 * 4 + k / 2 * 2 + row % 2 : 16 * i + row + 8 * (k / 2);
+          const float unit = IS_BAND ? 1.0f : __int_as_float((127 + 24 - code_place_of(i, k)) << 23);
+          const float x = unit * out[i][k] * part_scale[k % 2];
+          float* sum = shared.out + (warp % SLOTS * 8 + head) * OUT_PITCH + dim;
+          *sum = turn ? *sum + x : x;
+        }
+    __syncthreads();
+  }
+  if (thread < 8) {
+    float x = 0.0f, top = MASKED;
+    for (int i = 0; i < WARPS; i++) { x += shared.total[i * 8 + thread]; top = fmaxf(top, shared.m[i * 8 + thread]); }
+    weights[thread] = top;
+    weights[ROWS + thread] = x;
+  }
+  for (int i = thread; i < 8 * D; i += THREADS) {
+    float x = 0.0f;
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; slot++) x += shared.out[(slot * 8 + i / D) * OUT_PITCH + i % D];
+    partial[i] = x;
+  }
+  __syncthreads();
+}
+// Exact keys, [sink | recent]: places past the sequence or listed twice are masked, blocks of 0 are not held.
+struct Band { const u16* band; const int* blocks; int stride_b, stride_t; };
+__device__ __forceinline__ void attend_band(const Band& band, const Query* query, int query_stride_h, int seq_len, int window,
+                                            float to_log2, float cap, const Results& shared, float* weights,
+                                            float* partial) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+  // heads in columns: the lane's of head `row`
+  u32 q[D / 8][QUERY_TERMS];
+#pragma unroll
+  for (int i = 0; i < D / 32; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const Query* x = query + min(row, GROUP - 1) * query_stride_h + 32 * i + 8 * quad + 2 * k;
+      split_pair(number(x[0]), number(x[1]), q[4 * i + k]);
+    }
+  float m[2] = {MASKED, MASKED}, total[2] = {0, 0}, unused[4] = {0, 0, 0, 0}, out[TILES][4];
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) out[i][k] = 0.0f;
+  for (int tile = warp; tile * 16 < SINK + window; tile += WARPS) {
+    const u16* tokens[2];
+    bool is_key[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int i = 16 * tile + row + 8 * half, j = i < SINK ? i : seq_len - window + i - SINK;
+      is_key[half] = i < SINK + window && j < seq_len && (i < SINK || j >= SINK);
+      const int block = is_key[half] ? band.blocks[j / BAND_BLOCK] : 0;
+      is_key[half] = block > 0;
+      tokens[half] = band.band + (long long)block * band.stride_b + (is_key[half] ? j % BAND_BLOCK * band.stride_t : 0) + 8 * quad;
+    }
+    uint4 key[2][D / 32], value[2][D / 32];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < D / 32; i++) {
+        // what is not held may be anything, and is not read
+        const uint4 zero = {0, 0, 0, 0};
+        key[half][i] = is_key[half] ? __ldg((const uint4*)(tokens[half] + 32 * i)) : zero;
+        value[half][i] = is_key[half] ? __ldg((const uint4*)(tokens[half] + D + 32 * i)) : zero;
+      }
+    float c[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+#pragma unroll
+      for (int term = 0; term < QUERY_TERMS; term++) {
+        multiply_bf16(c, key[0][i].x, key[1][i].x, key[0][i].y, key[1][i].y, q[4 * i][term], q[4 * i + 1][term]);
+        multiply_bf16(c, key[0][i].z, key[1][i].z, key[0][i].w, key[1][i].w, q[4 * i + 2][term], q[4 * i + 3][term]);
+      }
+    float top[2] = {MASKED, MASKED};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      c[k] *= to_log2;
+#if HAS_CAP
+      c[k] = soft_cap(c[k], cap) * LOG2E;
+#endif
+      if (is_key[k / 2]) top[k % 2] = fmaxf(top[k % 2], c[k]); else c[k] = __int_as_float(0xFF800000);
+    }
+    raise_maximum(top, m, total, unused, out);
+    u32 b[2][WEIGHT_TERMS];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float w[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        w[k] = exp2_fast(c[2 * half + k] - m[k]);
+        total[k] += w[k];
+      }
+      split_pair(w[0], w[1], b[half]);
+#pragma unroll
+      for (int term = 0; term < WEIGHT_TERMS; term++) b[half][term] = transpose(b[half][term]);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      const u32 v0 = transpose(value[0][i].x), v1 = transpose(value[0][i].y), v2 = transpose(value[1][i].x), v3 = transpose(value[1][i].y);
+      const u32 v4 = transpose(value[0][i].z), v5 = transpose(value[0][i].w), v6 = transpose(value[1][i].z), v7 = transpose(value[1][i].w);
+#pragma unroll
+      for (int term = 0; term < WEIGHT_TERMS; term++) {
+        multiply_bf16(out[2 * i], v0, v1, v2, v3, b[0][term], b[1][term]);
+        multiply_bf16(out[2 * i + 1], v4, v5, v6, v7, b[0][term], b[1][term]);
+      }
+    }
+  }
+  merge_warps<true>(shared, m, total, out, weights, partial);
+}
 __device__ __forceinline__ int num_chunks(int seq_len) { return (seq_len + 63) / 64; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
-    const int* band_table, const int* seq_lens, const int* prompt_lens, float* partial, float* weights, int* parts,
-    int num_requests, int block_stride_16, int head_stride_16, int block_table_stride, int band_table_stride,
+    const int* band_table, const int* seq_lens, const int* prompt_lens, const Query* query, const u16* band, float* partial,
+    float* weights, int* parts, int num_requests, int block_stride_16, int head_stride_16, int block_table_stride,
+    int band_table_stride, int query_stride_t, int query_stride_h, int band_stride_b, int band_stride_h, int band_stride_t,
     int scale_bits, int cap_bits) {
   DYNAMIC_SHARED(u32, book);
-  float* const shared_m = (float*)(book + BOOK_WORDS);
-  float* const shared_total = shared_m + WARPS * 8;
-  float* const shared_out = shared_total + WARPS * 8;
-  int* const starts = (int*)(shared_out + SLOTS * 8 * OUT_PITCH);
+  float* const results = (float*)(book + BOOK_WORDS);
+  const Results shared = {results, results + WARPS * 8, results + WARPS * 16};
+  int* const starts = (int*)(results + WARPS * 16 + SLOTS * 8 * OUT_PITCH);
   __shared__ int warp_sums[WARPS];
   const int ctas = gridDim.x, cta = blockIdx.x, h = blockIdx.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
@@ -159,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
   int line = 0;
   for (int first = 0; first < num_requests; first += THREADS) {
     const int r = first + thread, chunks = r < num_requests ? num_chunks(seq_lens[r]) : 0;
-    const int own = chunks > 0 ? chunks + SEGMENT_COST : 0;
+    const int own = chunks > 0 ? BAND_COST + chunks + SEGMENT_COST : 0;
     int sum = own;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -180,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
   // CTA of unit u is ((u + 1) ctas − 1) / line, as CTA c begins at c line / ctas
   if (cta == 0 && h == 0)
     for (int r = thread; r < num_requests; r += THREADS) {
-      const long long start = starts[r], end = starts[r + 1];
+      const long long start = starts[r] + BAND_COST, end = starts[r + 1];
       const int first = end > start ? (int)(((start + 1) * ctas - 1) / line) : 0;
       parts[r] = first + r;
       parts[num_requests + r] = end > start ? (int)((end * ctas - 1) / line) - first + 1 : 0;
@@ -207,10 +402,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
     const int seq_len = seq_lens[r];
     if (seq_len <= 0) continue;
     const int window = seq_len <= prompt_lens[r] ? PROMPT_RECENT : RECENT;
-    const int units = starts[r + 1] - starts[r], chunks = units - SEGMENT_COST;
-    const int first_chunk = (int)((long long)(place - starts[r]) * chunks / units);
-    const int end_chunk = (int)((long long)(min(line_end, starts[r + 1]) - starts[r]) * chunks / units);
     const long long pair = (long long)r * gridDim.y + h, part = (long long)h * (ctas + num_requests) + cta + r;
+    const int* band_blocks = band_table + (long long)r * band_table_stride;
+    if (place == starts[r]) {
+      const long long band_part = (long long)gridDim.y * (ctas + num_requests) + pair;
+      attend_band({band + (long long)h * band_stride_h, band_blocks, band_stride_b, band_stride_t},
+                  query + (long long)r * query_stride_t + (long long)h * GROUP * query_stride_h, query_stride_h, seq_len,
+                  window, scale * to_log2, cap, shared, weights + band_part * 2 * ROWS, partial + band_part * ROWS * D);
+    }
+    const int history = starts[r] + BAND_COST, units = starts[r + 1] - history, chunks = units - SEGMENT_COST;
+    if (line_end <= history) continue;
+    const int first_chunk = (int)((long long)max(place - history, 0) * chunks / units);
+    const int end_chunk = (int)((long long)(min(line_end, starts[r + 1]) - history) * chunks / units);
     // B fragments of the query: heads in columns
     u32 q[STEPS][2];
 #pragma unroll
@@ -237,7 +440,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
       for (int k = 0; k < 4; k++) out[i][k] = 0.0f;
 
     const int* blocks = block_table + (long long)r * block_table_stride;
-    const int* band_blocks = band_table + (long long)r * band_table_stride;
     int chunk = first_chunk + warp, until_centred = CENTRED_CHUNKS;
     const u8* block = chunk < end_chunk ? head_cache + (long long)blocks[chunk / 2] * block_stride_16 * 16 : head_cache;
     // a tile's indices are loaded when those of the chunk before it have been used
@@ -309,21 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
           else x[0] = x[1] = __int_as_float(0xFF800000);
         }
       }
-      if (__any_sync(0xFFFFFFFFu, top[0] > m[0] || top[1] > m[1])) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-#pragma unroll
-          for (int offset = 4; offset < 32; offset *= 2)
-            top[k] = fmaxf(top[k], __shfl_xor_sync(0xFFFFFFFFu, top[k], offset));
-          const float new_m = fmaxf(m[k], top[k]);
-          const float decay = exp2_fast(m[k] - new_m);
-          m[k] = new_m;
-          total[k] *= decay;
-          value_total[k] *= decay;
-#pragma unroll
-          for (int i = 0; i < TILES; i++) { out[i][k] *= decay; out[i][k + 2] *= decay; }
-        }
-      }
+      raise_maximum(top, m, total, value_total, out);
       // 3. weights and values
 #pragma unroll
       for (int tile = 0; tile < 4; tile++) {
@@ -368,51 +556,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
     }
     centre(out, value_total);
 
-    // 4. one softmax out of the warps'
-#pragma unroll
-    for (int k = 0; k < 2; k++)
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) total[k] += __shfl_xor_sync(0xFFFFFFFFu, total[k], offset);
-    if (row == 0)
-#pragma unroll
-      for (int k = 0; k < 2; k++) shared_m[warp * 8 + 2 * quad + k] = m[k];
-    __syncthreads();
-    float part_scale[2];
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      float all = MASKED;
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) all = fmaxf(all, shared_m[i * 8 + 2 * quad + k]);
-      part_scale[k] = exp2_fast(m[k] - all);
-      if (row == 0) shared_total[warp * 8 + 2 * quad + k] = total[k] * part_scale[k];
-    }
-    // [slot][head][dim], a padded row per head
-    for (int turn = 0; turn < TURNS; turn++) {
-      if (warp / SLOTS == turn)
-#pragma unroll
-        for (int i = 0; i < TILES; i++)
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            const int dim = 16 * i + row + 8 * (k / 2), head = 2 * quad + k % 2;
-            const float unit = __int_as_float((127 + 24 - code_place_of(i, k)) << 23);
-            const float x = unit * out[i][k] * part_scale[k % 2];
-            float* sum = shared_out + (warp % SLOTS * 8 + head) * OUT_PITCH + dim;
-            *sum = turn ? *sum + x : x;
-          }
-      __syncthreads();
-    }
-    if (thread < 8) {
-      float x = 0.0f, top = MASKED;
-      for (int i = 0; i < WARPS; i++) { x += shared_total[i * 8 + thread]; top = fmaxf(top, shared_m[i * 8 + thread]); }
-      weights[part * 2 * ROWS + thread] = top;
-      weights[part * 2 * ROWS + ROWS + thread] = x;
-    }
-    for (int i = thread; i < 8 * D; i += THREADS) {
-      float x = 0.0f;
-#pragma unroll
-      for (int slot = 0; slot < SLOTS; slot++) x += shared_out[(slot * 8 + i / D) * OUT_PITCH + i % D];
-      partial[part * ROWS * D + i] = x;
-    }
-    __syncthreads();
+    merge_warps<false>(shared, m, total, out, weights + part * 2 * ROWS, partial + part * ROWS * D);
   }
 }

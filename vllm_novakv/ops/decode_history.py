@@ -36,9 +36,11 @@ def is_supported(device: torch.device, rows: int) -> bool:
 
 
 def launch_history(
+    query: torch.Tensor,
     folded: torch.Tensor,
     row_scales: torch.Tensor,
     history: PackedHistory,
+    band_cache: torch.Tensor,
     history_block_table: torch.Tensor,
     band_block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -52,9 +54,8 @@ def launch_history(
     sink_tokens: int,
     recent_tokens: int,
     prompt_recent_tokens: int,
-    band_block_tokens: int,
 ) -> None:
-    """Write every segment's maximum, sum and weighted values, and which segments are a request's.
+    """Write every segment's and band's maximum, sum and weighted values, and which segments are a request's.
 
     Args:
         ctas: of a KV head; other arguments as in ops/paged_decode.py.
@@ -72,8 +73,10 @@ def launch_history(
         sink_tokens,
         recent_tokens,
         prompt_recent_tokens,
-        band_block_tokens,
+        band_cache.shape[2],
         logits_soft_cap > 0,
+        query.dtype,
+        query.shape[1] // codec.num_kv_heads,
         seq_lens.device,
     )
     kernel(
@@ -88,6 +91,8 @@ def launch_history(
             band_block_table,
             seq_lens,
             prompt_lens,
+            query,
+            band_cache,
             partial_output,
             partial_weights,
             parts,
@@ -97,6 +102,8 @@ def launch_history(
             history.cache.stride(1) // 16,
             history_block_table.stride(0),
             band_block_table.stride(0),
+            *query.stride()[:2],
+            *band_cache.stride()[:3],
             _float_bits(scale),
             _float_bits(logits_soft_cap),
         ],
@@ -112,6 +119,8 @@ def source(
     prompt_recent: int,
     band_block: int,
     has_cap: bool,
+    dtype: torch.dtype,
+    group: int,
     copies: int,
 ) -> str:
     """The kernel's source for one set of constants."""
@@ -124,6 +133,8 @@ def source(
         "BAND_BLOCK": band_block,
         "ROWS": MAX_ROWS,
         "HAS_CAP": int(has_cap),
+        "TYPE": nvrtc.TYPES[dtype],
+        "GROUP": group,
         "WARPS": _WARPS[size],
         "COPIES": copies,
     }
@@ -139,10 +150,12 @@ def _compiled(
     prompt_recent: int,
     band_block: int,
     has_cap: bool,
+    dtype: torch.dtype,
+    group: int,
     device: torch.device,
 ) -> nvrtc.Kernel:
     copies = _num_copies(size, device)
-    text = source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap, copies)
+    text = source(size, is_e5m2, sink, recent, prompt_recent, band_block, has_cap, dtype, group, copies)
     return nvrtc.compile_kernel(text, "decode_history", device, _shared_bytes(size, copies, MAX_REQUESTS))
 
 

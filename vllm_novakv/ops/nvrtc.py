@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Macro TYPE of the kernels."""
+
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
 

@@ -545,10 +545,11 @@ def paged_decode(
     # partial results of a KV head's histories
     head_parts = splits + num_requests if use_cuda else splits * num_requests
     first_band_part = num_kv_heads * head_parts
-    band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
+    band_parts = 1 if use_cuda else num_band_parts(num_requests, num_kv_heads, query.device)
     padded_group = max(_MIN_GROUP_ROWS, triton.next_power_of_2(group))
     # where the batch fills the GPU, requests share a program's tile and what it reads of the transforms
-    requests = 1 if band_parts > 1 else max(1, _TILE_ROWS // padded_group)
+    is_small = num_requests * num_kv_heads <= _processors(query.device)
+    requests = 1 if is_small else max(1, _TILE_ROWS // padded_group)
     num_parts = first_band_part + num_requests * num_kv_heads * band_parts
     if workspace is None:
         workspace = DecodeWorkspace.empty(num_requests, num_kv_heads, rows, head_size, num_parts, query.device)
@@ -561,7 +562,7 @@ def paged_decode(
     fold, history_launch, merge = (
         launch_for(kernel, query.device, head_size, rows, num_requests) for kernel in ("fold", "history", "merge")
     )
-    _fold_band_kernel[(num_requests, num_kv_heads, 1 + band_parts)](
+    _fold_band_kernel[(num_requests, num_kv_heads, 1 if use_cuda else 1 + band_parts)](
         query,
         tables.codec.key_mean,
         tables.codec.key_transform_inv_t,
@@ -599,9 +600,11 @@ def paged_decode(
     )
     if use_cuda:
         decode_history.launch_history(
+            query,
             workspace.folded,
             workspace.row_scales,
             history,
+            band_cache,
             history_block_table,
             band_block_table,
             seq_lens,
@@ -615,7 +618,6 @@ def paged_decode(
             sink_tokens,
             recent_tokens,
             prompt_recent_tokens,
-            band_cache.shape[2],
         )
     else:
         _history_kernel[(splits, num_kv_heads, num_requests)](

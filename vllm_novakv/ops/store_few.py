@@ -22,7 +22,6 @@ MAX_TOKENS = 512
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TILE = 16
-_INPUT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def takes(num_slots: int, band_cache: torch.Tensor) -> bool:
@@ -87,7 +86,7 @@ def source(size: int, dtype: torch.dtype, band_block_tokens: int) -> str:
     constants: dict[str, int | str] = {
         "D": size,
         "WARPS": _num_warps(size),
-        "TYPE": _INPUT_TYPES[dtype],
+        "TYPE": nvrtc.TYPES[dtype],
         "STEP": f"{VALUE_STEP}f",
         "BAND_BLOCK": band_block_tokens,
     }
