@@ -35,6 +35,7 @@ pytestmark = [
     "scenario",
     [
         pytest.param(Scenario((1, 17, 130, 300), num_kv_heads=1), id="mixed-lengths"),
+        pytest.param(Scenario((*range(1, 90, 4), 700, 5), num_kv_heads=1), id="short-among-long"),
         pytest.param(Scenario((520,), num_kv_heads=1, group=3, head_size=128), id="gqa3-hs128"),
         pytest.param(Scenario((140,), num_kv_heads=1, group=7, head_size=256), id="gqa7-hs256"),
         pytest.param(Scenario((131, 260), num_kv_heads=1, layout="BLHNC", page_padding=256), id="block-outermost"),
@@ -59,6 +60,29 @@ def test_decode_equals_dense_attention(scenario):
     assert relative_error(output, exact) <= 2 * type_error + 1e-3
     plain = reference.QuantizedHistory(batch.history_cache, batch.codec)
     assert relative_error(output, reference.paged_decode(batch.query, plain, *arguments)) < 4e-3
+
+
+@pytest.mark.parametrize("ctas", [1, 3, 9])
+def test_decode_skips_padded_rows(ctas):
+    batch = build(Scenario((150, 20), num_kv_heads=1))
+    history = PackedHistory(batch.history_cache, batch.codec, KernelTables.build(batch.codec))
+    tables, lengths = (batch.history_table, batch.band_table), (batch.seq_lens, batch.prompt_lens)
+
+    def run(query, tables, lengths):
+        output = torch.full(query.shape, torch.nan)
+        arguments = (batch.band_cache, *tables, *lengths, *batch.options)
+        return decode_op.paged_decode(query, history, *arguments, output=output, splits=ctas, use_cuda=True)
+
+    # before, between and after the requests
+    rows = torch.tensor([1, 3])
+    padded = [x.new_zeros(5, *x.shape[1:]) for x in (*tables, *lengths)]
+    for target, source in zip(padded, (*tables, *lengths), strict=True):
+        target[rows] = source
+    query = torch.full((5, *batch.query.shape[1:]), torch.nan, dtype=batch.query.dtype)
+    query[rows] = batch.query
+    output = run(query, padded[:2], padded[2:])
+    assert torch.equal(output[rows], run(batch.query, tables, lengths))
+    assert (output[[0, 2, 4]] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ def _num_copies(size: int, device: torch.device) -> int:
     """Copies of the codebook, 8 at most: as many as shared memory holds."""
     limit = _HOPPER_SHARED_BYTES
     if device.type == "cuda":
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        properties = torch.cuda.get_device_properties(device)
+        limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return next(n for n in (8, 4, 2, 1) if _shared_bytes(size, n, MAX_REQUESTS) <= limit)
 
 

@@ -11,10 +11,10 @@ Three launches, whose grids depend on shapes alone:
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
    logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
    CUDA kernel of ops/decode_history.py takes this launch's place; its CTAs split the work of all requests.
-3. merge, (requests, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
+3. merge, (requests, KV head, columns): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
-Partial results are [KV head, part, query head, dim], a request's parts side by side, then the band's, [request, KV head,
-part, query head, dim].
+Partial results are [KV head, part, query head, dim], a request's parts side by side, then the band's, [request, KV
+head, part, query head, dim].
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ def _merge_kernel(
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
-    for first in tl.static_range(0, D, COLUMNS):
+    for first in tl.range(tl.program_id(2) * COLUMNS, D, tl.num_programs(2) * COLUMNS):
         # R_V^T: [D, COLUMNS]
         rotation = tl.load(rotation_ptr + h * D * D + d[:, None] + (first + column)[None, :] * D)
         rotated = tl.dot(history, rotation, input_precision="tf32x3")
@@ -652,7 +652,9 @@ def paged_decode(
             num_warps=history_launch.warps,
             num_stages=history_launch.stages,
         )
-    _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads)](
+    # where few programs leave the GPU idle, each merges all parts and rotates some columns
+    columns = head_size // merge.tokens if is_small else 1
+    _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads, columns)](
         workspace.partial_output,
         workspace.partial_weights,
         workspace.parts,
