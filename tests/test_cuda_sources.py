@@ -81,7 +81,7 @@ def test_decode_skips_padded_rows(ctas):
     query = torch.full((5, *batch.query.shape[1:]), torch.nan, dtype=batch.query.dtype)
     query[rows] = batch.query
     output = run(query, padded[:2], padded[2:])
-    assert torch.equal(output[rows], run(batch.query, tables, lengths))
+    torch.testing.assert_close(output[rows], run(batch.query, tables, lengths), rtol=1e-4, atol=1e-6)
     assert (output[[0, 2, 4]] == 0).all()
 
 
