@@ -17,7 +17,7 @@ from ops_scenario import (
 )
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
-from vllm_novakv.ops import reference, store_few
+from vllm_novakv.ops import reference, store_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed")
 with interpreted_without_gpu():
@@ -86,17 +86,18 @@ def test_decode_skips_padded_rows(ctas):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "size", "dtype", "fp8", "is_one_launch"),
+    ("num_tokens", "heads", "size", "dtype", "fp8", "is_few"),
     [
-        pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="one-launch-tok19-kv2-hs128"),
-        pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="one-launch-tok5-kv1-hs64-fp16"),
-        pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="one-launch-tok3-kv1-hs256-fp32"),
-        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="search-tok70-kv1-hs64"),
-        pytest.param(9, 1, 128, torch.float16, "float8_e5m2", False, id="search-tok9-kv1-hs128-fp16"),
+        pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="few-tok19-kv2-hs128"),
+        pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="few-tok5-kv1-hs64-fp16"),
+        pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="few-tok3-kv1-hs256-fp32"),
+        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="many-tok70-kv1-hs64"),
+        pytest.param(70, 1, 128, torch.float16, "float8_e5m2", False, id="many-tok70-kv1-hs128-fp16"),
+        pytest.param(35, 1, 256, torch.bfloat16, "float8_e4m3fn", False, id="many-tok35-kv1-hs256"),
     ],
 )
-def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_one_launch):
-    monkeypatch.setattr(store_few, "MAX_TOKENS", 512 if is_one_launch else 0)
+def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_few):
+    monkeypatch.setattr(store_cuda, "FEW_TOKENS", 256 if is_few else 0)
     codec = sample_codec(heads, size, fp8=fp8, num_centroids=200)
     key = sample_keys(codec, num_tokens).to(dtype)
     value = sample_values(codec, num_tokens).to(dtype)
