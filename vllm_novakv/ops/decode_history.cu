@@ -52,7 +52,10 @@ typedef unsigned int u32;
 #define TURNS 4
 #define SLOTS (WARPS / TURNS)
 #define BOOK_WORDS (GROUPS * 256 * COPIES)
+#define BOOK_LOADS ((STEPS * 256 + THREADS - 1) / THREADS)
 #define OUT_PITCH (D + 4)
+// lines of a chunk's values, and of each of its two scale planes
+#define VALUE_LINES (16 * D / 128)
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
 #define ONES 0x3C003C00u
@@ -88,6 +91,7 @@ __device__ __forceinline__ void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 __device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
 #endif
 // Code j of two tokens' half-words of 8 codes as subnormal fp16 pair x · 2^(place − 24): place(j) bits up.
@@ -340,15 +344,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
   __shared__ int warp_sums[WARPS];
   const int ctas = gridDim.x, cta = blockIdx.x, h = blockIdx.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  // 1. the codebook
-  {
-    const u32* source = table + (long long)h * GROUPS * 256;
-    for (int i = thread; i < STEPS * 256; i += THREADS) {
-      const u32* words = source + i / 256 * 256 + i % 256;
-      const uint4 x = {__ldg(words), __ldg(words + STEPS * 256), __ldg(words + 2 * STEPS * 256), __ldg(words + 3 * STEPS * 256)};
+  // 1. the codebook, on its way while the line is drawn
+  const u32* source = table + (long long)h * GROUPS * 256;
+  uint4 words[BOOK_LOADS];
 #pragma unroll
-      for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[i * COPIES + copy] = x;
-    }
+  for (int i = 0; i < BOOK_LOADS; i++) {
+    const u32* first = source + min(i * THREADS + thread, STEPS * 256 - 1);
+    words[i] = {__ldg(first), __ldg(first + STEPS * 256), __ldg(first + 2 * STEPS * 256), __ldg(first + 3 * STEPS * 256)};
   }
   // 2. the line of work: where each request begins
   int line = 0;
@@ -371,6 +373,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
     __syncthreads();
   }
   if (thread == 0) starts[num_requests] = line;
+#pragma unroll
+  for (int i = 0; i < BOOK_LOADS; i++)
+    if (i * THREADS + thread < STEPS * 256)
+#pragma unroll
+      for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[(i * THREADS + thread) * COPIES + copy] = words[i];
   __syncthreads();
   // CTA of unit u is ((u + 1) ctas − 1) / line, as CTA c begins at c line / ctas
   if (cta == 0 && h == 0)
@@ -487,6 +494,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_history(
           multiply(c[tile], a[0], a[1], a[2], a[3], q[step][0], q[step][1]);
         }
         if (following < end_chunk) load_indices(indices[tile], next_block, following % 2 * 64 + 16 * tile + row, quad);
+        // the next chunk's values and scales come as far as L2
+        if (tile == 0 && following < end_chunk)
+          for (int i = lane; i < VALUE_LINES + 2; i += 32)
+            prefetch(next_block + 128 * GROUPS + (i < VALUE_LINES ? following % 2 * 16 * D + i * 128
+                                                                  : 32 * D + (i - VALUE_LINES) * 256 + following % 2 * 128));
       }
       // 2. scale, mask, maximum
       const bool is_open = start >= SINK && start + 64 <= seq_len - window;
