@@ -1,0 +1,238 @@
+"""The codec's choices against their alternatives, on queries, keys and values of a real model.
+
+    python benchmarks/codec_choices.py --model MODEL --artifact DIR --prompts gpqa.csv --text essays.txt
+
+The model prefills two texts once: one that alternatives are fitted on, and one that everything is measured on. Queries
+then attend as in serving: the first 64 and the latest 256 tokens exactly, what lies between through the codec. A record
+holds every figure of every layer. With --tensors DIR the captured tensors are kept there and found again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from codec_variants import CODEBOOKS, KEYS, VALUES, Combined, Half, LayerData, served_keys, served_values
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm_novakv.artifact import load
+from vllm_novakv.baselines import bits_per_element
+from vllm_novakv.calibration import prompts as texts
+from vllm_novakv.calibration.pipeline import tokenized_text
+from vllm_novakv.evaluation.analysis.attention_error import AttentionErrors, Band, attention_errors, key_importance
+from vllm_novakv.evaluation.record import write_record
+from vllm_novakv.support import assess_model
+
+BANDS = {"64 + 256": Band(), "32 + 128": Band(32, 128), "128 + 512": Band(128, 512), "none": Band(0, 0)}
+"""Exact windows by name; the first is the default."""
+
+# The run that captures a sequence wants another one before it; the fewest tokens that vLLM prefills quickly.
+_WARM_UP_TOKENS = 16
+# Queries from here on have a history in every band.
+_FIRST_QUERY = 1024
+_QUERY_STRIDE = 16
+_IMPORTANCE_STRIDE = 8
+_DIGITS = 6
+
+Tensors = dict[int, tuple[Tensor, Tensor, Tensor]]
+"""Layer to queries, keys and values of one sequence, [num_tokens, heads, head_size], in the model's type."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="model directory")
+    parser.add_argument("--artifact", type=Path, required=True, help="artifact directory")
+    parser.add_argument("--prompts", type=Path, required=True, help="prompt file that alternatives are fitted on")
+    parser.add_argument("--text", type=Path, required=True, help="plain text that is measured on (UTF-8)")
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence")
+    parser.add_argument("--fit-sequences", type=int, default=8, help="sequences to fit on")
+    parser.add_argument("--test-sequences", type=int, default=2, help="sequences to measure on")
+    parser.add_argument("--num-layers", type=int, default=6, help="layers to fit alternatives for, evenly spread")
+    parser.add_argument("--tensors", type=Path, help="folder that keeps the captured tensors")
+    parser.add_argument("--name", help="name of the record; default: codec-choices-<model>")
+    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records", help="folder for the record")
+    return parser.parse_args()
+
+
+def spread_layers(available: tuple[int, ...], count: int) -> list[int]:
+    """Evenly spread layers, the first and the last among them.
+
+    Example: 6 of layers 0 to 29 are 0, 6, 12, 17, 23, 29.
+    """
+    last = len(available) - 1
+    return sorted({available[round(i * last / max(1, count - 1))] for i in range(count)})
+
+
+def capture_sequences(
+    model: str, file: Path, num_sequences: int, seq_len: int, layers: list[int] | None
+) -> list[Tensors]:
+    """Queries, keys and values of every sequence of a text, through the observers of the fit.
+
+    Args:
+        model: directory.
+        file: prompts or plain text.
+        num_sequences: of seq_len tokens each.
+        seq_len: tokens.
+        layers: to observe; None is all.
+    """
+    # vLLM takes seconds to import
+    from vllm_novakv.calibration.capture import CapturePlan, capture, inspect_model, load_tokenizer
+
+    facts = inspect_model(model)
+    num_tokens = num_sequences * seq_len
+    text = tokenized_text(texts.read_prompts(file, None, 0), load_tokenizer(model), num_tokens, seq_len, num_tokens)
+    available = assess_model(facts.hf_config).quantized_layers
+    skipped = tuple(layer for layer in available if layers is not None and layer not in layers)
+    sequences = []
+    for sequence in text.sequences:
+        warm_up = sequence[:_WARM_UP_TOKENS]
+        captures = capture(model, CapturePlan((warm_up,), sequence, torch.arange(len(warm_up)), skipped), facts)
+        sequences.append(
+            {i: (seen.heldout_query, seen.heldout_key, seen.heldout_value) for i, seen in captures.items()}
+        )
+    return sequences
+
+
+def kept(path: Path | None, make: Any, *arguments: Any) -> list[Tensors]:
+    """What `make` returns, read from the file if it is there already, and written to it if not."""
+    if path is not None and path.exists():
+        return torch.load(path)
+    made = make(*arguments)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(made, path)
+    return made
+
+
+def layer_data(layer: int, codec: Any, fitted: list[Tensors]) -> LayerData:
+    """Calibration tensors of one layer with the importance of every key."""
+    mass, sensitivity = [], []
+    for query, key, value in (sequence[layer] for sequence in fitted):
+        positions = torch.arange(0, len(key), _IMPORTANCE_STRIDE)
+        importance = key_importance(query[positions], positions, key, value, Band())
+        mass.append(importance[0])
+        sensitivity.append(importance[1])
+    return LayerData(
+        layer,
+        codec,
+        keys=torch.cat([sequence[layer][1] for sequence in fitted]).float(),
+        values=torch.cat([sequence[layer][2] for sequence in fitted]).float(),
+        positions=torch.cat([torch.arange(len(sequence[layer][1])) for sequence in fitted]),
+        mass=torch.cat(mass),
+        sensitivity=torch.cat(sensitivity),
+    )
+
+
+class Bench:
+    """Held-out sequences of one layer, on which halves are measured.
+
+    Args:
+        sequences: queries, keys and values of each.
+    """
+
+    def __init__(self, sequences: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        self._sequences = [tuple(tensor.float() for tensor in sequence) for sequence in sequences]
+
+    def quantized(self, half: Half, is_key: bool) -> list[Tensor]:
+        """What attention reads of every sequence."""
+        return [half.quantize(sequence[1 if is_key else 2]) for sequence in self._sequences]
+
+    def errors(self, keys: list[Tensor], values: list[Tensor], band: Band = BANDS["64 + 256"]) -> dict[str, float]:
+        """Figures over all sequences and query heads, and ‖V − V̂‖/‖V‖."""
+        total, noise, energy = AttentionErrors(), 0.0, 0.0
+        for (query, key, value), new_key, new_value in zip(self._sequences, keys, values, strict=True):
+            positions = torch.arange(_FIRST_QUERY, len(key), _QUERY_STRIDE)
+            total += attention_errors(query[positions], positions, (key, value), (new_key, new_value), band)
+            noise += float((value - new_value).square().sum())
+            energy += float(value.square().sum())
+        figures = total.figures() | {"value_error": math.sqrt(noise / energy)}
+        return {name: round(figure, _DIGITS) for name, figure in figures.items()}
+
+
+def compare_layer(data: LayerData, bench: Bench, results: dict[str, dict[str, Any]]) -> None:
+    """Every alternative on one layer; figures are appended to those of earlier layers."""
+    key, value = served_keys(data.codec), served_values(data.codec)
+    keys, values = bench.quantized(key, True), bench.quantized(value, False)
+
+    def note(family: str, name: str, method: Combined, figures: Mapping[str, float]) -> None:
+        entry = results[family].setdefault(name, {"bits_per_element": bits_per_element(method), "layers": {}})
+        entry["layers"][str(data.layer)] = figures
+
+    for name, fit in VALUES.items():
+        other = fit(data)
+        note("values", name, Combined(key, other), bench.errors(keys, bench.quantized(other, False)))
+    for name, fit in KEYS.items():
+        other = fit(data)
+        note("keys", name, Combined(other, value), bench.errors(bench.quantized(other, True), values))
+    for name, train in CODEBOOKS.items():
+        other = served_keys(replace(data.codec, codebook=train(data)))
+        note("codebooks", name, Combined(other, value), bench.errors(bench.quantized(other, True), values))
+
+
+def compare_bands(layer: int, codec: Any, bench: Bench, results: dict[str, dict[str, Any]]) -> None:
+    """The default codec of one layer with every band."""
+    key, value = served_keys(codec), served_values(codec)
+    keys, values = bench.quantized(key, True), bench.quantized(value, False)
+    for name, band in BANDS.items():
+        width = band.sink_tokens + band.recent_tokens
+        bits = {str(n): bits_per_element(Combined(key, value), n, width) for n in (8192, 32768, 131072)}
+        entry = results["bands"].setdefault(name, {"bits_per_element": bits, "layers": {}})
+        entry["layers"][str(layer)] = bench.errors(keys, values, band)
+
+
+def print_means(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Means over layers, one line per alternative."""
+    for family, entries in results.items():
+        print(f"\n{family:48} output   (keys)  (values)  logits   top-1")
+        for name, entry in entries.items():
+            layers = entry["layers"].values()
+            names = ("output_error", "output_error_of_keys", "output_error_of_values", "logit_error", "top1_agreement")
+            means = (statistics.fmean(figures[key] for figures in layers) for key in names)
+            print(f"{name:48}", *(f"{mean:.4f} " for mean in means))
+
+
+def main() -> None:
+    options = parse_arguments()
+    artifact = load(options.artifact)
+    layers = spread_layers(artifact.manifest.layer_indices, options.num_layers)
+    files = {name: options.tensors and options.tensors / f"{name}.pt" for name in ("test", "fit")}
+    arguments = (options.model, options.text, options.test_sequences, options.seq_len, None)
+    tested = kept(files["test"], capture_sequences, *arguments)
+    arguments = (options.model, options.prompts, options.fit_sequences, options.seq_len, layers)
+    fitted = kept(files["fit"], capture_sequences, *arguments)
+
+    results: dict[str, dict[str, Any]] = {"values": {}, "keys": {}, "codebooks": {}, "bands": {}}
+    for layer in tqdm(artifact.manifest.layer_indices, desc="comparing", unit="layer"):
+        bench = Bench([sequence[layer] for sequence in tested])
+        compare_bands(layer, artifact.layers[layer], bench, results)
+        if layer in layers:
+            compare_layer(layer_data(layer, artifact.layers[layer], fitted), bench, results)
+    print_means(results)
+    settings = {
+        "model": Path(options.model).name,
+        "artifact": artifact.manifest.calibration.model_dump(mode="json")
+        | {"tensors_sha256": artifact.manifest.tensors_sha256},
+        "prompts": options.prompts.name,
+        "text": options.text.name,
+        "seq_len": options.seq_len,
+        "fit_sequences": len(fitted),
+        "test_sequences": len(tested),
+        "layers": layers,
+        "first_query": _FIRST_QUERY,
+        "query_stride": _QUERY_STRIDE,
+    }
+    print(write_record(options.records, options.name or f"codec-choices-{settings['model']}", settings, results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
