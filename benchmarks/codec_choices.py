@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from codec_variants import CODEBOOKS, KEYS, VALUES, Combined, Half, LayerData, served_keys, served_values
+from codec_variants import CODEBOOKS, KEYS, PAIRS, VALUES, Combined, Half, LayerData, served_keys, served_values
 from torch import Tensor
 from tqdm import tqdm
 
@@ -38,12 +38,15 @@ BANDS = {"64 + 256": Band(), "32 + 128": Band(32, 128), "128 + 512": Band(128, 5
 _WARM_UP_TOKENS = 16
 # Queries from here on have a history in every band.
 _FIRST_QUERY = 1024
-_QUERY_STRIDE = 16
+_QUERY_STRIDE = 24
 _IMPORTANCE_STRIDE = 8
 _DIGITS = 6
 
 Tensors = dict[int, tuple[Tensor, Tensor, Tensor]]
 """Layer to queries, keys and values of one sequence, [num_tokens, heads, head_size], in the model's type."""
+
+Results = dict[str, dict[str, Any]]
+"""Family, name of the alternative, its figures."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -159,27 +162,34 @@ class Bench:
         return {name: round(figure, _DIGITS) for name, figure in figures.items()}
 
 
-def compare_layer(data: LayerData, bench: Bench, results: dict[str, dict[str, Any]]) -> None:
+def compare_layer(data: LayerData, bench: Bench, results: Results, has_codebooks: bool) -> None:
     """Every alternative on one layer; figures are appended to those of earlier layers."""
     key, value = served_keys(data.codec), served_values(data.codec)
-    keys, values = bench.quantized(key, True), bench.quantized(value, False)
+    key_halves = {name: fit(data) for name, fit in KEYS.items()}
+    value_halves = {name: fit(data) for name, fit in VALUES.items()}
+    keys = {name: bench.quantized(half, True) for name, half in key_halves.items()}
+    values = {name: bench.quantized(half, False) for name, half in value_halves.items()}
+    default_keys, default_values = next(iter(keys.values())), next(iter(values.values()))
 
-    def note(family: str, name: str, method: Combined, figures: Mapping[str, float]) -> None:
-        entry = results[family].setdefault(name, {"bits_per_element": bits_per_element(method), "layers": {}})
-        entry["layers"][str(data.layer)] = figures
-
-    for name, fit in VALUES.items():
-        other = fit(data)
-        note("values", name, Combined(key, other), bench.errors(keys, bench.quantized(other, False)))
-    for name, fit in KEYS.items():
-        other = fit(data)
-        note("keys", name, Combined(other, value), bench.errors(bench.quantized(other, True), values))
-    for name, train in CODEBOOKS.items():
-        other = served_keys(replace(data.codec, codebook=train(data)))
-        note("codebooks", name, Combined(other, value), bench.errors(bench.quantized(other, True), values))
+    for name, half in value_halves.items():
+        _note(results["values"], name, data, Combined(key, half), bench.errors(default_keys, values[name]))
+    for name, half in key_halves.items():
+        _note(results["keys"], name, data, Combined(half, value), bench.errors(keys[name], default_values))
+    for name, (first, second) in PAIRS.items():
+        method = Combined(key_halves[first], value_halves[second])
+        _note(results["pairs"], name, data, method, bench.errors(keys[first], values[second]))
+    for name, train in CODEBOOKS.items() if has_codebooks else ():
+        half = served_keys(replace(data.codec, codebook=train(data)))
+        figures = bench.errors(bench.quantized(half, True), default_values)
+        _note(results["codebooks"], name, data, Combined(half, value), figures)
 
 
-def compare_bands(layer: int, codec: Any, bench: Bench, results: dict[str, dict[str, Any]]) -> None:
+def _note(family: dict[str, Any], name: str, data: LayerData, method: Combined, figures: dict[str, float]) -> None:
+    entry = family.setdefault(name, {"bits_per_element": bits_per_element(method), "layers": {}})
+    entry["layers"][str(data.layer)] = figures
+
+
+def compare_bands(layer: int, codec: Any, bench: Bench, results: Results) -> None:
     """The default codec of one layer with every band."""
     key, value = served_keys(codec), served_values(codec)
     keys, values = bench.quantized(key, True), bench.quantized(value, False)
@@ -211,12 +221,14 @@ def main() -> None:
     arguments = (options.model, options.prompts, options.fit_sequences, options.seq_len, layers)
     fitted = kept(files["fit"], capture_sequences, *arguments)
 
-    results: dict[str, dict[str, Any]] = {"values": {}, "keys": {}, "codebooks": {}, "bands": {}}
+    results: Results = {family: {} for family in ("bands", "values", "keys", "pairs", "codebooks")}
     for layer in tqdm(artifact.manifest.layer_indices, desc="comparing", unit="layer"):
         bench = Bench([sequence[layer] for sequence in tested])
         compare_bands(layer, artifact.layers[layer], bench, results)
         if layer in layers:
-            compare_layer(layer_data(layer, artifact.layers[layer], fitted), bench, results)
+            # every other of them: codebooks take most of the time
+            has_codebooks = layers.index(layer) % 2 == 1
+            compare_layer(layer_data(layer, artifact.layers[layer], fitted), bench, results, has_codebooks)
     print_means(results)
     settings = {
         "model": Path(options.model).name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -187,34 +187,36 @@ def around_mean(code: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return quantize
 
 
-def vector_values(data: LayerData, basis: str = "R_V", is_centred: bool = False, **rule: Any) -> Half:
-    """Values coded as keys are: groups of 4, 256 centroids, one refitted scale.
+def vector_values(data: LayerData, basis: str, refit: Refit = "least-squares") -> Half:
+    """Values coded as keys are: groups of 4, 256 centroids, one scale."""
+    return vectors(value_codec(data, basis), refit)
+
+
+@lru_cache(maxsize=2)
+def value_codec(data: LayerData, basis: str) -> LayerCodec:
+    """Transform and codebooks for values, in the place of those for keys.
 
     Args:
         data: of the layer.
-        basis: "R_V", or "KLT" for the eigenvectors of the values' covariance, dealt to the groups by rank.
-        is_centred: subtract the mean value.
-        **rule: see `vectors`.
+        basis: "R_V", or "KLT" for the eigenvectors of Σ v^T v, dealt to the groups by rank.
     """
     codec = data.codec
-    values = data.values.double().transpose(0, 1)
-    mean = values.mean(dim=1) if is_centred else torch.zeros_like(values[:, 0])
+    zero = torch.zeros_like(codec.key_mean)
     if basis == "KLT":
-        centred = values - mean.unsqueeze(1)
+        values = data.values.double().transpose(0, 1)
         # for queries without a preferred direction the key transform is the KLT
         identity = torch.eye(codec.head_size, dtype=torch.float64).expand(codec.num_kv_heads, -1, -1)
-        rotation = key_transforms(identity, centred.mT @ centred / values.shape[1], codec.group_size).key_transform
+        rotation = key_transforms(identity, values.mT @ values / values.shape[1], codec.group_size).key_transform
     else:
         rotation = codec.value_transform.double()
-    samples = normalised_samples(data.values, mean, rotation, codec.group_size)
-    value_codec = replace(
+    samples = normalised_samples(data.values, zero.double(), rotation, codec.group_size)
+    return replace(
         codec,
-        key_mean=mean.float(),
+        key_mean=zero,
         key_transform=rotation.float(),
         key_transform_inv_t=rotation.float(),
         codebook=trained(data, samples),
     )
-    return vectors(value_codec, **rule)
 
 
 def trained(
@@ -294,13 +296,11 @@ def _group_scales(data: LayerData, significand_bits: int, scale_bits: int, refit
 
 _bf16_scales = partial(_group_scales, significand_bits=BF16_SIGNIFICAND_BITS, scale_bits=SCALE_BITS)
 _byte_scales = partial(_group_scales, significand_bits=_BYTE_SIGNIFICAND_BITS, scale_bits=SCALE_BITS // 2)
-_vq = partial(vector_values, basis="KLT")
 
 VALUES: Mapping[str, Callable[[LayerData], Half]] = {
     "default: symmetric, step from RMS": lambda data: served_values(data.codec),
     "step 0.9 times": _stepped(0.9),
     "step 1.1 times": _stepped(1.1),
-    "step 1.2 times": _stepped(1.2),
     "scale: least squares": _scalar(partial(_default_code, refit="least-squares")),
     "scale: least squares, searched": _scalar(_searched_code),
     "scale: norm": _scalar(partial(_default_code, refit="norm")),
@@ -309,7 +309,6 @@ VALUES: Mapping[str, Callable[[LayerData], Half]] = {
     "Lloyd-Max levels": _scalar(_lloyd_max_code),
     "Lloyd-Max levels, unbiased": _scalar(partial(_lloyd_max_code, refit="unbiased")),
     "min-max, zero point": _scalar(quantize_min_max, metadata_bits=_PAIR_BITS),
-    "min-max, clipped at 0.98": _clipped(0.98),
     "min-max, clipped at 0.96": _clipped(0.96),
     "min-max, clipped at 0.92": _clipped(0.92),
     "zero point: token's mean, unbiased": _scalar(around_mean(_unbiased_code), metadata_bits=_PAIR_BITS),
@@ -317,7 +316,6 @@ VALUES: Mapping[str, Callable[[LayerData], Half]] = {
     "bf16 scale per 32, unbiased": partial(_bf16_scales, refit="unbiased"),
     "8-bit scale per 32, unbiased": partial(_byte_scales, refit="unbiased"),
     "centred": _scalar(_default_code, is_centred=True),
-    "centred, unbiased": _scalar(_unbiased_code, is_centred=True),
     "Hadamard alone": lambda data: scalar_values(data, _default_code, rotation=hadamard_rotation(data.codec.head_size)),
     "Hadamard alone, unbiased": lambda data: scalar_values(
         data, _unbiased_code, rotation=hadamard_rotation(data.codec.head_size)
@@ -325,12 +323,10 @@ VALUES: Mapping[str, Callable[[LayerData], Half]] = {
     "no rotation": lambda data: scalar_values(
         data, _default_code, rotation=torch.eye(data.codec.head_size).unsqueeze(0)
     ),
-    "VQ, R_V": vector_values,
-    "VQ, R_V, unbiased": partial(vector_values, refit="unbiased"),
-    "VQ, KLT": _vq,
-    "VQ, KLT, unbiased": partial(_vq, refit="unbiased"),
-    "VQ, KLT, centred": partial(_vq, is_centred=True),
-    "VQ, KLT, centred, unbiased": partial(_vq, is_centred=True, refit="unbiased"),
+    "VQ, R_V": partial(vector_values, basis="R_V"),
+    "VQ, R_V, unbiased": partial(vector_values, basis="R_V", refit="unbiased"),
+    "VQ, KLT": partial(vector_values, basis="KLT"),
+    "VQ, KLT, unbiased": partial(vector_values, basis="KLT", refit="unbiased"),
 }
 """Value halves by name; keys are the default's."""
 
@@ -340,8 +336,17 @@ KEYS: Mapping[str, Callable[[LayerData], Half]] = {
     "scale: least squares, searched": lambda data: vectors(data.codec, factors=KEY_SEARCHED),
     "scale: norm kept": lambda data: vectors(data.codec, refit="norm"),
     "scale: unbiased": lambda data: vectors(data.codec, refit="unbiased"),
+    "scale: unbiased, searched": lambda data: vectors(data.codec, "unbiased", KEY_SEARCHED),
 }
 """Key halves by name, with the artifact's codebooks; values are the default's."""
+
+PAIRS: Mapping[str, tuple[str, str]] = {
+    "unbiased keys and values": ("scale: unbiased", "scale: unbiased"),
+    "the same, searched": ("scale: unbiased, searched", "scale: unbiased, searched"),
+    "searched unbiased keys, unbiased VQ values in R_V": ("scale: unbiased, searched", "VQ, R_V, unbiased"),
+    "the paper's: norm, min-max": ("scale: norm", "min-max, zero point"),
+}
+"""Names of key halves with names of value halves."""
 
 
 def _book(**options: Any) -> Callable[[LayerData], Tensor]:
@@ -355,7 +360,6 @@ def _weighted(weights: Callable[[LayerData], Tensor]) -> Callable[[LayerData], T
 CODEBOOKS: Mapping[str, Callable[[LayerData], Tensor]] = {
     "default: all samples, 25 staged iterations": _book(),
     "another seed": _book(seed=1000),
-    "a third seed": _book(seed=2000),
     "half of the samples": lambda data: trained(data, _subset(data, data.samples.shape[1] // 2)),
     "a quarter": lambda data: trained(data, _subset(data, data.samples.shape[1] // 4)),
     "an eighth": lambda data: trained(data, _subset(data, data.samples.shape[1] // 8)),
