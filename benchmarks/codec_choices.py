@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="prompt file that alternatives are fitted on")
     parser.add_argument("--text", type=Path, required=True, help="plain text that is measured on (UTF-8)")
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence")
-    parser.add_argument("--fit-sequences", type=int, default=8, help="sequences to fit on")
+    parser.add_argument("--fit-sequences", type=int, default=4, help="sequences to fit on")
     parser.add_argument("--test-sequences", type=int, default=2, help="sequences to measure on")
     parser.add_argument("--num-layers", type=int, default=6, help="layers to fit alternatives for, evenly spread")
     parser.add_argument("--tensors", type=Path, help="folder that keeps the captured tensors")
@@ -217,17 +217,17 @@ def main() -> None:
     layers = spread_layers(artifact.manifest.layer_indices, options.num_layers)
     files = {name: options.tensors and options.tensors / f"{name}.pt" for name in ("test", "fit")}
     arguments = (options.model, options.text, options.test_sequences, options.seq_len, None)
-    tested = kept(files["test"], capture_sequences, *arguments)
+    tested = kept(files["test"], capture_sequences, *arguments)[: options.test_sequences]
     arguments = (options.model, options.prompts, options.fit_sequences, options.seq_len, layers)
-    fitted = kept(files["fit"], capture_sequences, *arguments)
+    fitted = kept(files["fit"], capture_sequences, *arguments)[: options.fit_sequences]
 
     results: Results = {family: {} for family in ("bands", "values", "keys", "pairs", "codebooks")}
     for layer in tqdm(artifact.manifest.layer_indices, desc="comparing", unit="layer"):
         bench = Bench([sequence[layer] for sequence in tested])
         compare_bands(layer, artifact.layers[layer], bench, results)
         if layer in layers:
-            # every other of them: codebooks take most of the time
-            has_codebooks = layers.index(layer) % 2 == 1
+            # every third of them: codebooks take most of the time
+            has_codebooks = layers.index(layer) % 3 == 1
             compare_layer(layer_data(layer, artifact.layers[layer], fitted), bench, results, has_codebooks)
     print_means(results)
     settings = {

@@ -116,7 +116,7 @@ def attention_errors(
         total += AttentionErrors(
             num_rows=rows.shape[0] * rows.shape[1],
             num_agreeing=float((best[0] == best[1]).sum()),
-            history_mass=float((weights * is_history).double().sum()),
+            history_mass=float((weights * is_history).sum(dtype=torch.float64)),
             logit_energy=_energy(causal),
             logit_noise=_energy(noise),
             output_energy=_energy(output),
@@ -170,4 +170,4 @@ def _softmax(scores: torch.Tensor, is_future: torch.Tensor) -> torch.Tensor:
 
 
 def _energy(x: torch.Tensor) -> float:
-    return float(x.double().square().sum())
+    return float(x.square().sum(dtype=torch.float64))
