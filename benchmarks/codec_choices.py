@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from vllm_novakv.artifact import load
 from vllm_novakv.baselines import bits_per_element
 from vllm_novakv.calibration import prompts as texts
 from vllm_novakv.calibration.pipeline import tokenized_text
+from vllm_novakv.codec.quantizer import LayerCodec
 from vllm_novakv.evaluation.analysis.attention_error import AttentionErrors, Band, attention_errors, key_importance
 from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.support import assess_model
@@ -42,8 +45,11 @@ _QUERY_STRIDE = 24
 _IMPORTANCE_STRIDE = 8
 _DIGITS = 6
 
-Tensors = dict[int, tuple[Tensor, Tensor, Tensor]]
-"""Layer to queries, keys and values of one sequence, [num_tokens, heads, head_size], in the model's type."""
+LayerTensors = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values of one sequence, [num_tokens, heads, head_size], in the model's type."""
+
+Tensors = dict[int, LayerTensors]
+"""The same by layer."""
 
 Results = dict[str, dict[str, Any]]
 """Family, name of the alternative, its figures."""
@@ -61,6 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--fit-sequences", type=int, default=4, help="sequences to fit on")
     parser.add_argument("--test-sequences", type=int, default=2, help="sequences to measure on")
     parser.add_argument("--num-layers", type=int, default=6, help="layers to fit alternatives for, evenly spread")
+    parser.add_argument("--jobs", type=int, default=1, help="layers that are compared side by side")
     parser.add_argument("--tensors", type=Path, help="folder that keeps the captured tensors")
     parser.add_argument("--name", help="name of the record; default: codec-choices-<model>")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records", help="folder for the record")
@@ -117,10 +124,10 @@ def kept(path: Path | None, make: Any, *arguments: Any) -> list[Tensors]:
     return made
 
 
-def layer_data(layer: int, codec: Any, fitted: list[Tensors]) -> LayerData:
+def layer_data(layer: int, codec: LayerCodec, fitted: list[LayerTensors]) -> LayerData:
     """Calibration tensors of one layer with the importance of every key."""
     mass, sensitivity = [], []
-    for query, key, value in (sequence[layer] for sequence in fitted):
+    for query, key, value in fitted:
         positions = torch.arange(0, len(key), _IMPORTANCE_STRIDE)
         importance = key_importance(query[positions], positions, key, value, Band())
         mass.append(importance[0])
@@ -128,9 +135,9 @@ def layer_data(layer: int, codec: Any, fitted: list[Tensors]) -> LayerData:
     return LayerData(
         layer,
         codec,
-        keys=torch.cat([sequence[layer][1] for sequence in fitted]).float(),
-        values=torch.cat([sequence[layer][2] for sequence in fitted]).float(),
-        positions=torch.cat([torch.arange(len(sequence[layer][1])) for sequence in fitted]),
+        keys=torch.cat([key for _, key, _ in fitted]).float(),
+        values=torch.cat([value for _, _, value in fitted]).float(),
+        positions=torch.cat([torch.arange(len(key)) for _, key, _ in fitted]),
         mass=torch.cat(mass),
         sensitivity=torch.cat(sensitivity),
     )
@@ -143,7 +150,7 @@ class Bench:
         sequences: queries, keys and values of each.
     """
 
-    def __init__(self, sequences: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    def __init__(self, sequences: list[LayerTensors]) -> None:
         self._sequences = [tuple(tensor.float() for tensor in sequence) for sequence in sequences]
 
     def quantized(self, half: Half, is_key: bool) -> list[Tensor]:
@@ -189,7 +196,7 @@ def _note(family: dict[str, Any], name: str, data: LayerData, method: Combined, 
     entry["layers"][str(data.layer)] = figures
 
 
-def compare_bands(layer: int, codec: Any, bench: Bench, results: Results) -> None:
+def compare_bands(layer: int, codec: LayerCodec, bench: Bench, results: Results) -> None:
     """The default codec of one layer with every band."""
     key, value = served_keys(codec), served_values(codec)
     keys, values = bench.quantized(key, True), bench.quantized(value, False)
@@ -198,6 +205,29 @@ def compare_bands(layer: int, codec: Any, bench: Bench, results: Results) -> Non
         bits = {str(n): bits_per_element(Combined(key, value), n, width) for n in (8192, 32768, 131072)}
         entry = results["bands"].setdefault(name, {"bits_per_element": bits, "layers": {}})
         entry["layers"][str(layer)] = bench.errors(keys, values, band)
+
+
+def study_layer(
+    layer: int, codec: LayerCodec, tested: list[LayerTensors], fitted: list[LayerTensors], has_codebooks: bool
+) -> Results:
+    """All figures of one layer; a layer without tensors to fit on has those of its bands only."""
+    results: Results = {family: {} for family in ("bands", "values", "keys", "pairs", "codebooks")}
+    bench = Bench(tested)
+    compare_bands(layer, codec, bench, results)
+    if fitted:
+        compare_layer(layer_data(layer, codec, fitted), bench, results, has_codebooks)
+    return results
+
+
+def merged(parts: Iterable[Results]) -> Results:
+    """The results of several layers as one."""
+    results: Results = {}
+    for part in parts:
+        for family, entries in part.items():
+            for name, entry in entries.items():
+                known = results.setdefault(family, {}).setdefault(name, entry)
+                known["layers"] |= entry["layers"]
+    return results
 
 
 def print_means(results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -221,14 +251,15 @@ def main() -> None:
     arguments = (options.model, options.prompts, options.fit_sequences, options.seq_len, layers)
     fitted = kept(files["fit"], capture_sequences, *arguments)[: options.fit_sequences]
 
-    results: Results = {family: {} for family in ("bands", "values", "keys", "pairs", "codebooks")}
-    for layer in tqdm(artifact.manifest.layer_indices, desc="comparing", unit="layer"):
-        bench = Bench([sequence[layer] for sequence in tested])
-        compare_bands(layer, artifact.layers[layer], bench, results)
-        if layer in layers:
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = []
+        for layer, codec in artifact.layers.items():
+            known = [sequence[layer] for sequence in fitted if layer in layers]
             # every third of them: codebooks take most of the time
-            has_codebooks = layers.index(layer) % 3 == 1
-            compare_layer(layer_data(layer, artifact.layers[layer], fitted), bench, results, has_codebooks)
+            has_codebooks = layer in layers[1::3]
+            test = [sequence[layer] for sequence in tested]
+            futures.append(pool.submit(study_layer, layer, codec, test, known, has_codebooks))
+        results = merged(future.result() for future in tqdm(futures, desc="comparing", unit="layer"))
     print_means(results)
     settings = {
         "model": Path(options.model).name,
