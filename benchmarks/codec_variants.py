@@ -30,6 +30,7 @@ from vllm_novakv.evaluation.analysis.scalar_codes import (
     Refit,
     quantize_levels,
     refit_scale,
+    round_significand,
 )
 
 SEARCHED = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35)
@@ -177,11 +178,11 @@ def grouped(code: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: code(x.unflatten(-1, (-1, GROUP))).flatten(-2)
 
 
-def around_mean(code: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The code of x − z with the zero point z = mean(x) of the token, in bf16."""
+def around_mean(code: Callable[[Tensor], Tensor], significand_bits: int) -> Callable[[Tensor], Tensor]:
+    """The code of x − z with the zero point z = mean(x) of the token, rounded to some significant bits."""
 
     def quantize(x: Tensor) -> Tensor:
-        zero_point = x.mean(dim=-1, keepdim=True).bfloat16().float()
+        zero_point = round_significand(x.mean(dim=-1, keepdim=True), significand_bits)
         return code(x - zero_point) + zero_point
 
     return quantize
@@ -274,7 +275,7 @@ _unbiased_code = partial(_default_code, refit="unbiased")
 _searched_code = partial(quantize_levels, steps=_STEPS, refit="least-squares")
 _lloyd_max_code = partial(quantize_levels, levels=lloyd_max_levels(len(UNIFORM_LEVELS)))
 _PAIR_BITS = 2 * SCALE_BITS
-_BYTE_SIGNIFICAND_BITS = 4  # an unsigned byte: 5 bits of exponent, 3 of significand besides the leading one
+_BYTE_SIGNIFICAND_BITS = 4  # 3 bits beside the leading one; 5 are left for the exponent, or 4 and a sign
 
 
 def _scalar(code: Callable[[Tensor], Tensor], **options: Any) -> Callable[[LayerData], Half]:
@@ -311,7 +312,13 @@ VALUES: Mapping[str, Callable[[LayerData], Half]] = {
     "min-max, zero point": _scalar(quantize_min_max, metadata_bits=_PAIR_BITS),
     "min-max, clipped at 0.96": _clipped(0.96),
     "min-max, clipped at 0.92": _clipped(0.92),
-    "zero point: token's mean, unbiased": _scalar(around_mean(_unbiased_code), metadata_bits=_PAIR_BITS),
+    "zero point: token's mean, unbiased": _scalar(
+        around_mean(_unbiased_code, BF16_SIGNIFICAND_BITS), metadata_bits=_PAIR_BITS
+    ),
+    "the same, 8 bits for each of scale and zero point": _scalar(
+        around_mean(partial(_unbiased_code, significand_bits=_BYTE_SIGNIFICAND_BITS), _BYTE_SIGNIFICAND_BITS),
+        metadata_bits=SCALE_BITS,
+    ),
     "bf16 scale per 32, least squares": _bf16_scales,
     "bf16 scale per 32, unbiased": partial(_bf16_scales, refit="unbiased"),
     "8-bit scale per 32, unbiased": partial(_byte_scales, refit="unbiased"),
@@ -344,6 +351,10 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "unbiased keys and values": ("scale: unbiased", "scale: unbiased"),
     "the same, searched": ("scale: unbiased, searched", "scale: unbiased, searched"),
     "searched unbiased keys, unbiased VQ values in R_V": ("scale: unbiased, searched", "VQ, R_V, unbiased"),
+    "unbiased keys, values with 8-bit zero point": (
+        "scale: unbiased",
+        "the same, 8 bits for each of scale and zero point",
+    ),
     "the paper's: norm, min-max": ("scale: norm", "min-max, zero point"),
 }
 """Names of key halves with names of value halves."""
