@@ -43,6 +43,7 @@ _WARM_UP_TOKENS = 16
 _FIRST_QUERY = 1024
 _QUERY_STRIDE = 24
 _IMPORTANCE_STRIDE = 8
+_DEFAULT_LAYERS = 6
 _DIGITS = 6
 
 LayerTensors = tuple[Tensor, Tensor, Tensor]
@@ -66,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--fit-sequences", type=int, default=4, help="sequences to fit on")
     parser.add_argument("--test-sequences", type=int, default=2, help="sequences to measure on")
-    parser.add_argument("--num-layers", type=int, default=6, help="layers to fit alternatives for, evenly spread")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to fit alternatives for; left out: six of all")
     parser.add_argument("--jobs", type=int, default=1, help="layers that are compared side by side")
     parser.add_argument("--tensors", type=Path, help="folder that keeps the captured tensors")
     parser.add_argument("--name", help="name of the record; default: codec-choices-<model>")
@@ -244,7 +245,7 @@ def print_means(results: Mapping[str, Mapping[str, Any]]) -> None:
 def main() -> None:
     options = parse_arguments()
     artifact = load(options.artifact)
-    layers = spread_layers(artifact.manifest.layer_indices, options.num_layers)
+    layers = sorted(options.layers or spread_layers(artifact.manifest.layer_indices, _DEFAULT_LAYERS))
     files = {name: options.tensors and options.tensors / f"{name}.pt" for name in ("test", "fit")}
     arguments = (options.model, options.text, options.test_sequences, options.seq_len, None)
     tested = kept(files["test"], capture_sequences, *arguments)[: options.test_sequences]
