@@ -32,6 +32,7 @@ EXACT_LAYERS = (0, 1, 2, 4, 8)
 """How many layers the table of exact layers leaves uncompressed."""
 
 _EXACT_BITS = 16.0
+_BAND_CONTEXT = "32768"
 
 
 def alternatives_table(models: Mapping[str, Results], family: str) -> tuple[list[str], list[list[str]]]:
@@ -44,19 +45,23 @@ def alternatives_table(models: Mapping[str, Results], family: str) -> tuple[list
         family: one of `COLUMNS`.
 
     Returns:
-        Header and rows.
+        Header and rows; a model without the alternative has dashes.
     """
     columns = COLUMNS[family]
-    header = [family, *([] if family == "bands" else ["bits"])]
+    header = [family, "bits" if family != "bands" else f"bits of {int(_BAND_CONTEXT):,} tokens"]
     for model in models:
         header += [f"{model}: {heading}" for heading in columns.values()] + ["change"]
     rows = []
-    for name, entry in next(iter(models.values()))[family].items():
-        bits = [] if family == "bands" else [f"{entry['bits_per_element']:.3f}"]
-        row = [name, *bits]
-        for results in models.values():
-            layers = results[family][name]["layers"]
-            row += [f"{statistics.fmean(figures[key] for figures in layers.values()):.4f}" for key in columns]
+    for name in dict.fromkeys(name for results in models.values() for name in results[family]):
+        measured = [results[family].get(name) for results in models.values()]
+        bits = next(entry for entry in measured if entry)["bits_per_element"]
+        row = [name, f"{bits[_BAND_CONTEXT] if family == 'bands' else bits:.3f}"]
+        for results, entry in zip(models.values(), measured, strict=True):
+            if entry is None:
+                row += ["-"] * (len(columns) + 1)
+                continue
+            layers = entry["layers"].values()
+            row += [f"{statistics.fmean(figures[key] for figures in layers):.4f}" for key in columns]
             row.append(_percent(change(results, family, name, list(columns)[-1])))
         rows.append(row)
     return header, rows

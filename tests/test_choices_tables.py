@@ -33,6 +33,12 @@ def test_alternatives_show_means_and_changes():
     ]
 
 
+def test_an_alternative_that_one_model_lacks_has_dashes():
+    lacking = RESULTS | {"values": {"default": RESULTS["values"]["default"]}}
+    _, rows = alternatives_table({"A": lacking, "B": RESULTS}, "values")
+    assert rows[1] == ["other", "2.000", "-", "-", "-", "-", "0.5000", "0.5000", "0.1500", "−29.3 %"]
+
+
 def test_layers_of_the_default():
     _, rows = layers_table(RESULTS)
     assert [row[0] for row in rows] == ["0", "3", "9"]
