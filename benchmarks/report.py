@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Turn records into the tables of README.md and the plots beside it.
+"""Turn records into the tables of README.md and docs/choices.md, and the plots beside them.
 
-    python benchmarks/report.py            # rewrites the marked parts of README.md, and docs/plots/*.png
-    python benchmarks/report.py --check    # fails if README.md says anything else than the records
+    python benchmarks/report.py            # rewrites the marked parts of both pages, and docs/plots/*.png
+    python benchmarks/report.py --check    # fails if a page says anything else than the records
 
-A part of README.md between `<!-- records: NAME -->` and `<!-- end -->` belongs to this script. Each NAME is a table
+A part of a page between `<!-- records: NAME -->` and `<!-- end -->` belongs to this script. Each NAME is a table
 below; it is made from the newest record of its kind.
 """
 
@@ -16,13 +16,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from choices_tables import COLUMNS, alternatives_table, exact_layers_table, layers_table
+
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "choices.md")
 RECORDS = ROOT / "benchmarks" / "records"
 PLOTS = ROOT / "docs" / "plots"
-MARKED = re.compile(r"(<!-- records: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- records: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CACHE_NAMES = {
     "novakv": "2-bit",
     "bf16": "BF16, FlashAttention 3",
@@ -34,6 +38,10 @@ KIND_NAMES = {
     "gemm": "matrix products",
     "store": "writing the cache",
     "other": "other kernels",
+}
+CHOICES_RECORDS = {
+    "SmolLM2": r".*codec-choices-smollm2-135m",
+    "Qwen": r".*codec-choices-qwen2.5-coder-0.5b",
 }
 CACHE_COLOURS = {"novakv": "#1b7f5c", "bf16": "#8a8f98", "fp8": "#c9803a"}
 
@@ -250,10 +258,23 @@ def plot_decode_operation(path: Path) -> None:
     pyplot.close(figure_)
 
 
+def choices_table(family: str) -> str:
+    """Alternatives to a choice of the codec, all models side by side."""
+    models = {name: newest(pattern).results for name, pattern in CHOICES_RECORDS.items()}
+    return table(*(exact_layers_table(models) if family == "exact" else alternatives_table(models, family)))
+
+
+def choices_layers_table(model: str) -> str:
+    """The default's errors in every layer of one model."""
+    return table(*layers_table(newest(CHOICES_RECORDS[model]).results))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "operations": operations_table,
     "engine": engine_table,
     "accuracy": accuracy_table,
+    **{f"choices-{family}": partial(choices_table, family) for family in (*COLUMNS, "exact")},
+    **{f"choices-layers-{model.lower()}": partial(choices_layers_table, model) for model in ("SmolLM2", "Qwen")},
 }
 PLOT_FILES: dict[str, Callable[[Path], None]] = {
     "decode-operation.png": plot_decode_operation,
@@ -262,7 +283,7 @@ PLOT_FILES: dict[str, Callable[[Path], None]] = {
 
 
 def rewritten(text: str) -> str:
-    """README.md with every marked part made anew.
+    """A page with every marked part made anew.
 
     Raises:
         SystemExit: a part has a name that no table has.
@@ -271,7 +292,7 @@ def rewritten(text: str) -> str:
     def part(match: re.Match[str]) -> str:
         name = match[2]
         if name not in TABLES:
-            raise SystemExit(f"README.md has a part {name!r}; the tables are {', '.join(TABLES)}")
+            raise SystemExit(f"a page has a part {name!r}; the tables are {', '.join(TABLES)}")
         return f"{match[1]}\n{TABLES[name]()}\n{match[3]}"
 
     return MARKED.sub(part, text)
@@ -280,20 +301,21 @@ def rewritten(text: str) -> str:
 def main() -> int:
     """Write or check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if README.md differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page differs")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    fresh = rewritten(text)
+    texts = {page: page.read_text() for page in PAGES}
+    fresh = {page: rewritten(text) for page, text in texts.items()}
     if arguments.check:
-        if fresh != text:
-            print("README.md differs from the records: run benchmarks/report.py", file=sys.stderr)
-        return int(fresh != text)
-    readme.write_text(fresh)
+        different = [page.name for page in PAGES if fresh[page] != texts[page]]
+        for name in different:
+            print(f"{name} differs from the records: run benchmarks/report.py", file=sys.stderr)
+        return int(bool(different))
+    for page, text in fresh.items():
+        page.write_text(text)
     PLOTS.mkdir(parents=True, exist_ok=True)
     for name, plot in PLOT_FILES.items():
-        # only what README.md shows
-        if name in text:
+        # only what a page shows
+        if any(name in text for text in texts.values()):
             plot(PLOTS / name)
     return 0
 

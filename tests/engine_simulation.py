@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_novakv.backend.band_geometry import BandGeometry
+from vllm_novakv.backend.history_manager import resume_within_blocks
 from vllm_novakv.backend.specs import CacheShape, NovaBandSpec, NovaHistorySpec
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import BAND_BLOCK_TOKENS
@@ -56,6 +57,7 @@ class Setup:
         sliding_layers: layers with a window of ``sliding_window`` tokens, on vLLM's own backend.
         reserves_full_prompt: vLLM's ``scheduler_reserve_full_isl``.
         prompt_recent_tokens: shorter than a server's default, so that short prompts have a hole.
+        reuses_within_blocks: hits may end inside a history block, which is then copied.
         Others: as vLLM and `BandGeometry` name them.
     """
 
@@ -73,6 +75,7 @@ class Setup:
     sink_tokens: int = 64
     recent_tokens: int = 256
     prompt_recent_tokens: int = 512
+    reuses_within_blocks: bool = False
 
     @property
     def geometry(self) -> BandGeometry:
@@ -193,6 +196,8 @@ class Step:
     """Request, first position, tokens, whether a token is sampled."""
     new_block_ids: dict[str, tuple[bool, tuple[list[int], ...] | None]] = field(default_factory=dict)
     """Request id -> whether the ids replace the worker's table, and the ids of each group."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Source and destination of pages that are copied before the forward pass."""
 
 
 class Worker:
@@ -210,7 +215,11 @@ class Worker:
         self.table_lengths: dict[str, list[int]] = {}
 
     def execute(self, step: Step) -> None:
-        """One forward pass of one layer of each kind: first all writes, then all reads."""
+        """One forward pass of one layer of each kind: first all copies at once, then all writes, then all reads."""
+        if step.block_copies:
+            sources, copies = (list(ids) for ids in zip(*step.block_copies, strict=True))
+            self.page_group[copies] = self.page_group[sources]
+            self.pages[copies] = self.pages[sources]
         for request_id, (is_whole, ids) in step.new_block_ids.items():
             self._update_table(request_id, is_whole, ids)
         for request, start, length, _ in step.chunks:
@@ -304,6 +313,8 @@ class Engine:
             scheduler_block_size=scheduler_block_size,
             hash_block_size=hash_block_size,
         )
+        if setup.reuses_within_blocks:
+            resume_within_blocks(self.manager)
         self.pool = self.manager.block_pool
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.history_groups = [i for i, spec in enumerate(specs) if isinstance(spec, NovaHistorySpec)]
@@ -383,6 +394,11 @@ class Engine:
             index += 1
         if self.counts["preemptions"] == num_preemptions:
             self._schedule_waiting(step, budget)
+        copies, retained_blocks = self.manager.take_kv_cache_block_copies()
+        step.block_copies = [(copy.src_block_id, copy.dst_block_id) for copy in copies]
+        self.counts["copies"] += len(copies)
+        self.pool.free_blocks(retained_blocks)
+        self.manager.take_new_block_ids()
         for request, _, length, _ in step.chunks:
             request.num_computed_tokens += length
             request.num_in_flight_tokens += length
@@ -458,7 +474,10 @@ class Engine:
         self.counts["chunks"] += length > 1
 
     def _check_hit(self, blocks: KVCacheBlocks, num_tokens: int) -> None:
-        assert num_tokens % BLOCK_TOKENS == 0
+        assert num_tokens % (BAND_BLOCK_TOKENS if self.setup.reuses_within_blocks else BLOCK_TOKENS) == 0
+        self.counts["partial_hits"] += num_tokens % BLOCK_TOKENS > 0
+        for group in self.history_groups:
+            assert len(blocks.blocks[group]) == -(-num_tokens // BLOCK_TOKENS)
         geometry = self.setup.geometry
         for group in self.band_groups:
             band = blocks.blocks[group]
@@ -522,6 +541,7 @@ class Engine:
         assert not self.steps
         assert not self.running
         self.check_references()
+        self.manager.new_step_starts()  # forgets what the last step named
         assert self.pool.get_num_free_blocks() == self.setup.num_blocks - 1
         for manager in self.manager.coordinator.single_type_managers:
             leftovers = {name for name, value in vars(manager).items() if isinstance(value, dict) and value}

@@ -73,6 +73,7 @@ def test_is_required():
         pytest.param(DEFAULT, 1024, range(0), range(64), id="tail-from-0"),
         pytest.param(DEFAULT, 1152, range(4), range(8, 72), id="hole-of-64-tokens"),
         pytest.param(DEFAULT, 1920, range(4), range(56, 120), id="hole"),
+        pytest.param(DEFAULT, 1936, range(4), range(57, 121), id="inside-128-tokens"),
         pytest.param(BandGeometry(512, 16, 16), 256, range(15), range(15, 16), id="shorter-than-sink"),
     ],
 )

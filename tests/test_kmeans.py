@@ -55,6 +55,14 @@ def test_lloyd_equals_the_textbook() -> None:
     torch.testing.assert_close(kmeans._lloyd(points, centroids, 8)[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_fit_codebooks_starts_from_given_centroids() -> None:
+    points = skewed_points(2, 500)
+    initial = points[:, ::50].clone()
+    books = fit_codebooks(points, 10, seed=0, schedule=((1, 8),), initial=initial)
+    expected = torch.stack([plain_lloyd(points[i], initial[i], 8) for i in range(2)])
+    torch.testing.assert_close(books.centroids.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_fit_codebooks_finds_separate_clusters_exactly() -> None:
     corners = torch.cartesian_prod(*[torch.tensor([-8.0, 8.0])] * 4)
     noise = 0.1 * torch.randn(2, 16, 64, 4, generator=torch.Generator().manual_seed(5))

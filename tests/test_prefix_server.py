@@ -42,6 +42,7 @@ def settings(**prefix_index):
         ({"policy": "mru"}, "policy 'mru' is unknown; choose one of lru, lfu, gdsf, expected-reuse"),
         ({"polcy": "lru"}, "polcy"),
         ({"max_pinned_ratio": 0.95}, "max_pinned_ratio"),
+        ({"reuse_within_blocks": 16}, "reuse_within_blocks"),
         ({"pins": [{"name": "a"}]}, "pin 'a' needs either tokens or a file"),
         ({"pins": [{"name": "a", "tokens": [1], "file": "x"}]}, "pin 'a' needs either tokens or a file"),
         ({"pins": [{"name": "a", "tokens": [-1]}]}, "token ids start at 0"),
@@ -78,6 +79,9 @@ def test_index_chooses_the_scheduler_and_keeps_the_compilation_key(tiny):
 def test_features_that_exclude_the_index_are_refused(tiny, tmp_path):
     assert "prefix caching is off" in refusal(tiny, settings(), enable_prefix_caching=False)
     assert "--scheduler-cls my.Scheduler cannot be combined" in refusal(tiny, settings(), scheduler_cls="my.Scheduler")
+    assert "--prefix-match-unit is 8; drop one" in refusal(
+        tiny, settings(reuse_within_blocks=True), prefix_match_unit=8
+    )
     missing = settings(pins=[{"name": "a", "file": str(tmp_path / "missing.txt")}])
     assert "the file of pin 'a' cannot be read" in refusal(tiny, missing)
     (tmp_path / "system.txt").write_text("You are helpful.")
@@ -192,6 +196,14 @@ def test_pin_larger_than_its_share_of_the_pool_ends_the_start(tiny):
     with (
         pytest.raises(ValueError, match=r"need \d+ blocks \('big' \d+\), max_pinned_ratio allows 27"),
         engine(tiny, settings(**index), num_gpu_blocks_override=280, max_model_len=1400),
+    ):
+        pass
+
+
+def test_pool_without_a_block_for_a_copy_ends_the_start(tiny):
+    with (
+        pytest.raises(ValueError, match=r"takes 99 of 99 blocks, and a copy of its last one 1 more"),
+        engine(tiny, settings(reuse_within_blocks=True), num_gpu_blocks_override=100, max_model_len=1400),
     ):
         pass
 

@@ -76,6 +76,11 @@ class PrefixIndexConfig(BaseModel):
     allow_request_pins: StrictBool = Field(
         default=False, description="Whether a request may pin its prompt with vllm_xargs."
     )
+    reuse_within_blocks: StrictBool = Field(
+        default=False,
+        description="Whether a prefix hit may end at every 16th token instead of every 128th: the block in which a "
+        "prompt parts from a cached one is copied.",
+    )
     snapshot: Path | None = Field(
         default=None,
         description="File for the prompts' statistics, read at start and written at shutdown.",

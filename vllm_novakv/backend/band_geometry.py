@@ -19,10 +19,11 @@ from vllm_novakv.config import BAND_BLOCK_TOKENS
 class BandGeometry:
     """Block arithmetic of one band.
 
-    A sequence can be resumed at multiples of 128 tokens (the history's blocks), short of its last token, which is
-    recomputed for its logits. While its prompt is computed, the band therefore holds ``prompt_recent`` tokens before
-    the latest such boundary: the next query reads them, and so does the first one of a later request that shares the
-    prefix. Afterwards it holds ``recent`` tokens before the boundary; the others are freed, but stay cached.
+    A sequence can be resumed at multiples of 128 tokens (the history's blocks), and of 16 with ``reuse_within_blocks``,
+    short of its last token, which is recomputed for its logits. While its prompt is computed, the band therefore holds
+    ``prompt_recent`` tokens before the latest multiple of 128: the next query reads them, and so does the first one of
+    a later request that shares the prefix. Afterwards it holds ``recent`` tokens before that boundary; the others are
+    freed, but stay cached.
 
     Args:
         sink_tokens: first tokens held, a multiple of 16.
@@ -76,8 +77,9 @@ class BandGeometry:
         return block < self.num_sink_blocks or block >= self.window_start_block(num_tokens)
 
     def blocks_for_hit(self, num_tokens: int) -> tuple[range, range]:
-        """Sink and tail blocks that a request resuming at ``num_tokens`` (a multiple of 128) reads."""
-        tail = self.tail(num_tokens)
+        """Sink and tail blocks that a request resuming at ``num_tokens`` (a multiple of 16) reads."""
+        end = num_tokens // BAND_BLOCK_TOKENS
+        tail = range(max(0, end - self.prompt_recent_tokens // BAND_BLOCK_TOKENS), end)
         return range(min(self.num_sink_blocks, tail.start)), tail
 
     def steady_blocks(self, num_tokens: int) -> int:

@@ -24,6 +24,7 @@ from vllm_novakv.backend.compat import (
     Request,
     SingleTypeKVCacheManager,
     init_logger,
+    names_per_cached_prefix,
     num_uncached_free_blocks,
     resolve_block_hashes,
 )
@@ -62,6 +63,8 @@ class BandManager(SingleTypeKVCacheManager):
         self._in_allocation: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         # Request id -> optional blocks of its latest step.
         self._optional: dict[str, list[int]] = {}
+        self._names_per_block = 1.0
+        self._num_uncached_calls = 0
         self._log_sizes()
 
     def _log_sizes(self) -> None:
@@ -91,6 +94,32 @@ class BandManager(SingleTypeKVCacheManager):
                 step + 1,
                 step,
             )
+
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens between two places where a request can resume."""
+        return min(self.cache_hit_alignment_tokens, BLOCK_TOKENS)
+
+    def _tail(self, num_tokens: int) -> range:
+        """Blocks to keep for a request that resumes at the last such place up to ``num_tokens``.
+
+        They reach back far enough for the 128-token boundary before it, where it resumes if the history's part of a
+        block is gone.
+        """
+        end = num_tokens // self._step_tokens * self._step_tokens
+        return range(self.geometry.tail(end).start, end // BAND_BLOCK_TOKENS)
+
+    def _num_uncached(self) -> int:
+        """Free blocks that hold no cached prefix, estimated.
+
+        Where parts of blocks have names too, the names per block are counted now and then: on average, a call looks at
+        256 blocks of the pool.
+        """
+        if self._step_tokens < BLOCK_TOKENS:
+            if self._num_uncached_calls % (self.block_pool.num_gpu_blocks // 256 + 1) == 0:
+                self._names_per_block = names_per_cached_prefix(self.block_pool)
+            self._num_uncached_calls += 1
+        return num_uncached_free_blocks(self.block_pool, self._names_per_block)
 
     def get_num_blocks_to_allocate(
         self,
@@ -163,7 +192,7 @@ class BandManager(SingleTypeKVCacheManager):
         request_id = request.request_id
         boundaries = self._boundaries.setdefault(request_id, set())
         for position in (*replay_boundaries, request.num_prompt_tokens, request.shared_prefix_boundary):
-            boundaries.add(position // BLOCK_TOKENS * BLOCK_TOKENS)
+            boundaries.add(position // self._step_tokens * self._step_tokens)
         self._fill_optional_blocks(request)
         super().cache_blocks(request, num_tokens, retention_interval, replay_boundaries=replay_boundaries)
 
@@ -173,10 +202,10 @@ class BandManager(SingleTypeKVCacheManager):
         if not nulls:
             return
         # Half of the blocks without a cached prefix, a quarter of all: other requests of this step need some.
-        if num_uncached_free_blocks(self.block_pool) // 2 >= len(nulls):
+        if self._num_uncached() // 2 >= len(nulls):
             wanted = nulls
         else:
-            tail = self.geometry.tail(request.shared_prefix_boundary)
+            tail = self._tail(request.shared_prefix_boundary)
             wanted = [number for number in nulls if number in tail]
             if len(wanted) > self.block_pool.get_num_free_blocks() // 4:
                 wanted = []
@@ -217,8 +246,8 @@ class BandManager(SingleTypeKVCacheManager):
 
         While the pool has blocks without a cached prefix, every block keeps its hash: that costs nothing.
         """
-        if self.enable_caching and num_uncached_free_blocks(self.block_pool) <= 0:
-            wanted = {n for boundary in self._boundaries.get(request_id, ()) for n in self.geometry.tail(boundary)}
+        if self.enable_caching and self._num_uncached() <= 0:
+            wanted = {n for boundary in self._boundaries.get(request_id, ()) for n in self._tail(boundary)}
             self.block_pool.evict_blocks(
                 {
                     block.block_id
@@ -254,7 +283,7 @@ class BandManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Longest prefix, a multiple of ``alignment_tokens`` and of 128, whose sink and tail blocks are all cached.
+        """Longest prefix, a multiple of ``alignment_tokens`` and of 16, whose sink and tail blocks are all cached.
 
         Returns:
             One list of ``length / 16`` blocks per group with nulls between sink and tail, and the length in tokens.
@@ -263,7 +292,7 @@ class BandManager(SingleTypeKVCacheManager):
             raise NotImplementedError("speculative decoding and context parallelism are refused at start-up")
         geometry = cast("NovaBandSpec", kv_cache_spec).geometry
         hashes = resolve_block_hashes(block_hashes, block_pool.hash_block_size, kv_cache_spec.block_size)
-        boundary_tokens = max(alignment_tokens, BLOCK_TOKENS)
+        boundary_tokens = max(alignment_tokens, BAND_BLOCK_TOKENS)
 
         def lookup(numbers: Iterable[int]) -> tuple[dict[int, list[KVCacheBlock]], int | None]:
             found: dict[int, list[KVCacheBlock]] = {}

@@ -96,6 +96,7 @@ __all__ = [
     "init_logger",
     "layer_metadata",
     "load_tokenizer",
+    "names_per_cached_prefix",
     "num_uncached_free_blocks",
     "publish_prompt_lengths",
     "register_spec",
@@ -124,12 +125,21 @@ def register_spec(
     KVCacheSpecRegistry.register(spec_cls, manager_cls, uniform_type_base_spec=base_spec_cls)
 
 
-def num_uncached_free_blocks(block_pool: BlockPool) -> int:
+def num_uncached_free_blocks(block_pool: BlockPool, names_per_block: float = 1.0) -> int:
     """Free blocks that hold no cached prefix, estimated: cached blocks in use are subtracted too, duplicates are not.
 
     Reads the pool's hash table, which has no public size. Can go when the pool counts its cached free blocks.
     """
-    return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block))
+    return int(block_pool.get_num_free_blocks() - len(block_pool.cached_block_hash_to_block) / names_per_block)
+
+
+def names_per_cached_prefix(block_pool: BlockPool) -> float:
+    """Entries of the pool's hash table per cached block, duplicates counted once; looks at every block.
+
+    Where parts of blocks have names too, a block has several entries. Can go with `num_uncached_free_blocks`.
+    """
+    num_prefixes = len({block.block_hash for block in block_pool.blocks if block.block_hash is not None})
+    return len(block_pool.cached_block_hash_to_block) / num_prefixes if num_prefixes else 1.0
 
 
 def cached_blocks(

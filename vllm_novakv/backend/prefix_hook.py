@@ -6,7 +6,7 @@ up; its pages, in all groups, are looked up in vLLM's table when that happens, s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 from vllm_novakv.backend.compat import (
@@ -66,6 +66,12 @@ class PrefixHook:
         self._groups = [(i, group.block_tokens // pages.hash_tokens) for i, group in enumerate(pages.groups)]
         self._pages_per_chunk = sum(pages.hashes_per_chunk // per_page for _, per_page in self._groups)
         self._full_groups = [i for i, group in enumerate(pages.groups) if group.window_tokens is None]
+        # Where a request can resume inside a chunk, the blocks behind the last whole one of a request are kept a while:
+        # last hash -> hashes, the oldest first. The policy does not see them, so they get 1/32 of the pool.
+        self._keeps_rests = bool(manager.coordinator.enable_partial_hash_hits)
+        self._rests: OrderedDict[Any, list[Any]] = OrderedDict()
+        self._max_rest_pages = self._pool.num_gpu_blocks // 32
+        self._num_rest_pages = 0
         # a look-ahead that spares calls; too small a pool to matter gets none
         self._batch = max(1, self._pool.num_gpu_blocks // 1024)
         # blocks of chunks that the index gave up and nobody has taken yet: block, its key in vLLM's table, its hash
@@ -112,26 +118,49 @@ class PrefixHook:
                 break
             num_chunks += 1
         self._index.ended(request.request_id, num_chunks, num_tokens, self._pool.get_num_free_blocks())
-        self._release_rest(hashes[pages.floor(num_tokens) // pages.hash_tokens :])
+        first = pages.floor(num_tokens) // pages.hash_tokens
+        if self._keeps_rests:
+            self._keep_rest(hashes[first : num_tokens // pages.hash_tokens])
+        else:
+            self._release_rest(hashes[first:])
 
     def reset(self) -> None:
         """vLLM has emptied its prefix cache."""
         self._given_up.clear()
+        self._rests.clear()
+        self._num_rest_pages = 0
         self._index.reset()
 
+    def _keep_rest(self, hashes: list[Any]) -> None:
+        if not hashes:
+            return
+        self._num_rest_pages -= self._rest_pages(self._rests.pop(hashes[-1], []))
+        self._rests[hashes[-1]] = hashes
+        self._num_rest_pages += self._rest_pages(hashes)
+        while self._num_rest_pages > self._max_rest_pages:
+            _, oldest = self._rests.popitem(last=False)
+            self._num_rest_pages -= self._rest_pages(oldest)
+            self._release_rest(oldest)
+
+    def _rest_pages(self, hashes: list[Any]) -> int:
+        return sum(-(-len(hashes) // per_page) for _, per_page in self._groups)
+
     def _release_rest(self, hashes: list[Any]) -> None:
-        """Blocks behind the last place where a request can resume serve no hit: they are the first to go."""
-        blocks = [
-            block
+        """Make the blocks behind a request's last whole chunk the first to go.
+
+        They serve no hit, unless requests can resume inside a chunk: then these are the ones kept longest.
+        """
+        found = {
+            block.block_id: block
             for group, per_page in self._groups
-            if per_page == 1
+            if per_page == 1 or self._keeps_rests
             for block, _ in cached_blocks(self._pool, hashes, group)
-            if block.ref_cnt == 0
-        ]
-        self._pool.evict_blocks({block.block_id for block in blocks})
-        for block in blocks:
+            if block.ref_cnt == 0 and not (self._keeps_rests and self._is_of_a_chunk(block))
+        }
+        self._pool.evict_blocks(set(found))
+        for block in found.values():
             self._queue.remove(block)
-        self._queue.prepend_n(blocks)
+        self._queue.prepend_n(list(found.values()))
 
     def _choose(self, count: int) -> list[KVCacheBlock]:
         chosen = self._sweep(count)
@@ -167,11 +196,19 @@ class PrefixHook:
             if block is None:
                 break
             self._queue.remove(block)
-            if block.block_hash is None or not self._index.is_wanted(hash_and_group(block)[0]):
+            if not self._is_of_a_chunk(block):
                 found.append(block)
             else:
                 self._queue.append(block)
         return found
+
+    def _is_of_a_chunk(self, block: KVCacheBlock) -> bool:
+        if block.block_hash is None:
+            return False
+        page_hash, group = hash_and_group(block)
+        # a page that was never filled has the hash of its latest part, which may lie in another page's chunk
+        is_whole = block.block_hash_num_tokens % self._index.pages.groups[group].block_tokens == 0
+        return is_whole and self._index.is_wanted(page_hash)
 
     def _is_pinned(self, block: KVCacheBlock) -> bool:
         if block.block_hash is None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_novakv.backend.compat import AsyncScheduler, Request, Scheduler, init_logger
+from vllm_novakv.backend.history_manager import resume_within_blocks
 from vllm_novakv.backend.prefix_hook import PrefixHook, page_map
 from vllm_novakv.backend.prefix_settings import status_directory
-from vllm_novakv.config import NovaKVConfig
+from vllm_novakv.config import BAND_BLOCK_TOKENS, NovaKVConfig
 from vllm_novakv.prefix.observer import Observer
 from vllm_novakv.prefix.pins import Pin, PinTable
 from vllm_novakv.prefix.policy import make_policy
@@ -25,7 +26,9 @@ class PrefixScheduler(Scheduler):
     are freed. Can go when schedulers or cache managers get a hook there.
 
     Raises:
-        ValueError: at start-up: the pins exceed the limit, or the snapshot is damaged or another model's.
+        ValueError: at start-up: the pins exceed the limit, the snapshot is damaged or another model's, or the pool is
+            too small for ``reuse_within_blocks``.
+        NotImplementedError: at start-up: the other layers' blocks do not allow ``reuse_within_blocks``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +36,8 @@ class PrefixScheduler(Scheduler):
         settings = NovaKVConfig.from_additional_config(self.vllm_config.additional_config).prefix_index
         assert settings is not None, "validation chooses this class only with a prefix index"
         manager = self.kv_cache_manager
+        if settings.reuse_within_blocks:
+            resume_within_blocks(manager)
         pages = page_map(manager)
         num_blocks = manager.block_pool.num_gpu_blocks - 1
         pins = PinTable(
@@ -52,12 +57,14 @@ class PrefixScheduler(Scheduler):
         self._novakv_hook = PrefixHook(manager, index, settings.allow_request_pins)
         self._novakv_observer.start()
         logger.info(
-            "NOVAKV prefix index: policy %s, %d pins of at most %d of %d blocks, %d prompts from the snapshot",
+            "NOVAKV prefix index: policy %s, %d pins of at most %d of %d blocks, %d prompts from the snapshot; a hit "
+            "may end at every %dth token",
             settings.policy,
             len(settings.pins),
             pins.max_pages,
             num_blocks,
             self._novakv_observer.trie.num_sequences,
+            BAND_BLOCK_TOKENS if settings.reuse_within_blocks else pages.chunk_tokens,
         )
 
     def add_request(self, request: Request) -> None:

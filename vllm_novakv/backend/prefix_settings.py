@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_novakv.backend.compat import VllmConfig, load_tokenizer
 from vllm_novakv.backend.prefix_metrics import register_metrics
-from vllm_novakv.config import PrefixIndexConfig, PrefixPin
+from vllm_novakv.config import BAND_BLOCK_TOKENS, PrefixIndexConfig, PrefixPin
 from vllm_novakv.prefix.observer import open_trie
 
 SCHEDULER = "vllm_novakv.backend.prefix_scheduler.PrefixScheduler"
@@ -29,8 +29,8 @@ def resolve_prefix_index(vllm_config: VllmConfig, settings: PrefixIndexConfig) -
         The same with token ids for every pin.
 
     Raises:
-        ValueError: prefix caching is off, a pin's file cannot be read or tokenized, the snapshot is damaged or another
-            model's.
+        ValueError: prefix caching is off, ``reuse_within_blocks`` meets another unit of hits, a pin's file cannot be
+            read or tokenized, the snapshot is damaged or another model's.
         NotImplementedError: another scheduler is asked for.
     """
     scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
@@ -42,6 +42,12 @@ def resolve_prefix_index(vllm_config: VllmConfig, settings: PrefixIndexConfig) -
     if scheduler.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER):
         raise NotImplementedError(
             f"prefix_index: --scheduler-cls {scheduler.scheduler_cls} cannot be combined with it; drop one of them"
+        )
+    unit = vllm_config.cache_config.prefix_match_unit
+    if settings.reuse_within_blocks and unit not in (None, BAND_BLOCK_TOKENS):
+        raise ValueError(
+            f"prefix_index.reuse_within_blocks: hits end at multiples of {BAND_BLOCK_TOKENS} tokens, "
+            f"--prefix-match-unit is {unit}; drop one of them"
         )
     if settings.snapshot is not None:
         open_trie(settings.snapshot, model.get_vocab_size(), settings.max_index_bytes)

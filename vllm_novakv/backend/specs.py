@@ -17,13 +17,13 @@ from vllm_novakv.backend.band_geometry import BandGeometry
 from vllm_novakv.backend.band_manager import BandManager
 from vllm_novakv.backend.compat import (
     AttentionSpec,
-    FullAttentionManager,
     FullAttentionSpec,
     KVQuantMode,
     VllmConfig,
     register_spec,
     replace_as,
 )
+from vllm_novakv.backend.history_manager import HistoryManager
 from vllm_novakv.codec.layout import BLOCK_TOKENS
 from vllm_novakv.config import BAND_BLOCK_TOKENS
 
@@ -139,5 +139,5 @@ class CacheShape:
         )
 
 
-register_spec(NovaHistorySpec, FullAttentionManager, FullAttentionSpec)
+register_spec(NovaHistorySpec, HistoryManager, FullAttentionSpec)
 register_spec(NovaBandSpec, BandManager, NovaBandSpec)

@@ -54,6 +54,7 @@ def fit_codebooks(
     seed: int,
     schedule: Sequence[tuple[int, int]] = SCHEDULE,
     snap: Callable[[Tensor], Tensor] | None = None,
+    initial: Tensor | None = None,
 ) -> KMeansResult:
     """Solve min_C Σ_j min_c ‖x_j − c‖² for every problem by Lloyd's iterations, then snap the centroids.
 
@@ -69,6 +70,8 @@ def fit_codebooks(
         seed: of the initial draw; the same seed and points give the same bytes.
         schedule: stages of (stride, iterations).
         snap: maps trained centroids to representable ones (a rounding to fp8 and back); None leaves them as they are.
+        initial: centroids to start from, `[num_problems, num_centroids, dim] f32`, on the samples' device; None draws
+            them.
 
     Returns:
         The centroids, on the device of the samples, with their distortion after snapping (on the points of the first
@@ -80,7 +83,7 @@ def fit_codebooks(
     Source: arXiv 2608.04074, section 8.3 and algorithm 3. Drawing one point per stretch (distinct draws, spread over
     the text) and the coarse stages are engineering choices.
     """
-    num_problems, num_points, dim = samples.shape
+    num_problems, num_points, _ = samples.shape
     if not 1 <= num_centroids <= num_points:
         raise ValueError(
             f"{num_points} points for {num_centroids} centroids; k-means needs at least one point per centroid: "
@@ -88,16 +91,12 @@ def fit_codebooks(
         )
     if not bool(torch.isfinite(samples).all()):
         raise ValueError("a k-means sample is not finite; samples must be finite: check the model's weights and dtype")
-    generator = torch.Generator().manual_seed(seed)
-    fraction = torch.rand(num_problems, num_centroids, generator=generator, dtype=torch.float64)
-    # [num_problems, num_centroids] indices of points
-    first = ((torch.arange(num_centroids) + fraction) * num_points / num_centroids).long().clamp_(max=num_points - 1)
-    initial = samples.gather(1, first.to(samples.device).unsqueeze(2).expand(-1, -1, dim))
+    start_centroids = _draw(samples, num_centroids, seed) if initial is None else initial
 
     on_cpu = samples.device.type == "cpu"
 
     def solve(start: int, stop: int) -> KMeansResult:
-        points, centroids = samples[start:stop], initial[start:stop]
+        points, centroids = samples[start:stop], start_centroids[start:stop]
         if on_cpu:
             # see _SlabSearch
             points = points[:, points[0, :, _leading_coordinate(points[0])].argsort(stable=True)]
@@ -115,6 +114,16 @@ def fit_codebooks(
         batch = max(1, _GPU_BLOCK_SCORES // (num_points * num_centroids))
         parts = [solve(start, min(start + batch, num_problems)) for start in range(0, num_problems, batch)]
     return KMeansResult(torch.cat([part.centroids for part in parts]), torch.cat([part.distortion for part in parts]))
+
+
+def _draw(samples: Tensor, num_centroids: int, seed: int) -> Tensor:
+    """One point from each of `num_centroids` equal stretches of the points, `[num_problems, num_centroids, dim]`."""
+    num_problems, num_points, dim = samples.shape
+    generator = torch.Generator().manual_seed(seed)
+    fraction = torch.rand(num_problems, num_centroids, generator=generator, dtype=torch.float64)
+    # [num_problems, num_centroids] indices of points
+    first = ((torch.arange(num_centroids) + fraction) * num_points / num_centroids).long().clamp_(max=num_points - 1)
+    return samples.gather(1, first.to(samples.device).unsqueeze(2).expand(-1, -1, dim))
 
 
 def _run_on_cores(solve: Callable[[int, int], KMeansResult], num_problems: int) -> list[KMeansResult]:

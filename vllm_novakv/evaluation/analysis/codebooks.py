@@ -60,6 +60,31 @@ def fit_codebooks(points: torch.Tensor, num_centroids: int, seed: int) -> torch.
     )
 
 
+def spread_centroids(points: torch.Tensor, num_centroids: int, seed: int) -> torch.Tensor:
+    """Initial centroids of k-means++: each next one is a point drawn with probability ∝ its squared distance to them.
+
+    Args:
+        points: float [L, num_points, g].
+        num_centroids: per group, at most the number of distinct points.
+        seed: of the draws.
+
+    Returns:
+        [L, num_centroids, g], points of the groups, in the type of `points`.
+
+    Source: Arthur and Vassilvitskii (2007).
+    """
+    num_problems, num_points, _ = points.shape
+    generator = torch.Generator().manual_seed(seed)
+    problems = torch.arange(num_problems)
+    chosen = [points[problems, torch.randint(num_points, (num_problems,), generator=generator)]]
+    distance = torch.full(points.shape[:2], torch.inf, dtype=points.dtype)
+    for _ in range(num_centroids - 1):
+        distance = torch.minimum(distance, (points - chosen[-1].unsqueeze(1)).square().sum(dim=-1))
+        place = torch.multinomial(distance, 1, generator=generator).squeeze(1)
+        chosen.append(points[problems, place])
+    return torch.stack(chosen, dim=1)
+
+
 def nearest(points: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """The nearest centroid of every point.
 
