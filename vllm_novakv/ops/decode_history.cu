@@ -1,5 +1,5 @@
-// History and band of paged decode for compute capability 8.9 and up: the second launch of ops/paged_decode.py, with the
-// results of its Triton kernels.
+// History and band of paged decode for compute capability 8.9 and up, 8.0 with centroids of e5m2: the second launch of
+// ops/paged_decode.py, with the results of its Triton kernels.
 //
 // Grid (CTA, KV head): CTAs stay on their head, whose codebook they keep in shared memory, and share its work evenly,
 // whatever the requests' lengths: the requests stand in one line, each with its band (BAND_COST), its chunks of 64 tokens
@@ -77,11 +77,14 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 __device__ __forceinline__ u32 transpose(u32 x) {
   u32 y; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y;
 }
+// four 8-bit floats as two pairs of fp16; one with five exponent bits is the upper half of an fp16
 template <int EXPONENT_BITS> __device__ __forceinline__ void unpack_bytes(u32 word, u32& low, u32& high) {
-  if (EXPONENT_BITS == 5)
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e5m2x2 %0, l; cvt.rn.f16x2.e5m2x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(word));
-  else
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(word));
+#if E5M2
+  low = __byte_perm(word, 0, 0x1404);
+  high = __byte_perm(word, 0, 0x3424);
+#else
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(word));
+#endif
 }
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

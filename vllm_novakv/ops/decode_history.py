@@ -1,7 +1,7 @@
 """The history launch of paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same inputs, outputs and formula as the Triton kernel in ops/paged_decode.py, for up to 8 query heads per KV head on
-compute capability 8.9 and up (it converts 8-bit floats in hardware). The codebook lies in shared memory and both tensor
+compute capability 8.9 and up (it converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do). The codebook lies in shared memory and both tensor
 core operands are loaded straight into their fragments, which Triton cannot express; see ops/decode_history.cu.
 """
 
@@ -30,9 +30,9 @@ _SLOTS_PER_WARP = 4
 _HOPPER_SHARED_BYTES = 227 * 1024
 
 
-def is_supported(device: torch.device, rows: int) -> bool:
-    """Whether the kernel runs on a device for query tiles of this many rows."""
-    return rows == MAX_ROWS and nvrtc.is_available(device, (8, 9))
+def is_supported(device: torch.device, rows: int, is_e5m2: bool) -> bool:
+    """Whether the kernel runs on a device for query tiles of this many rows and centroids of this type."""
+    return rows == MAX_ROWS and nvrtc.is_available(device, (8, 0) if is_e5m2 else (8, 9))
 
 
 def launch_history(

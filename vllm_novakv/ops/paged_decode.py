@@ -538,7 +538,7 @@ def paged_decode(
     group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
     if use_cuda is None:
-        use_cuda = decode_history.is_supported(query.device, rows)
+        use_cuda = decode_history.is_supported(query.device, rows, tables.is_e5m2)
     if splits is None:
         choose = num_ctas if use_cuda else num_splits
         splits = choose(num_requests, num_kv_heads, head_size, query.device)
