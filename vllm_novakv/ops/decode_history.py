@@ -1,8 +1,9 @@
-"""The history launch of paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
+"""History and band of paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
-Same inputs, outputs and formula as the Triton kernel in ops/paged_decode.py, for up to 8 query heads per KV head on
-compute capability 8.9 and up (it converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do). The codebook lies in shared memory and both tensor
-core operands are loaded straight into their fragments, which Triton cannot express; see ops/decode_history.cu.
+Same results as the Triton kernels in ops/paged_decode.py, for up to 8 query heads per KV head on compute capability
+8.9 and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. The codebook lies in shared
+memory and both tensor core operands are loaded straight into their fragments, which Triton cannot express; see
+ops/decode_history.cu.
 """
 
 from __future__ import annotations
