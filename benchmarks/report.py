@@ -137,29 +137,27 @@ def engine_table() -> str:
     record = newest(r".*engine-h200")
     caches = [cache for cache in CACHE_NAMES if cache in record.results]
     shapes = record.settings["shapes"]
-    rows = []
-    for shape in shapes:
-        steps = [record.results[cache].get(shape, {}) for cache in caches]
-        rows.append(
-            [f"decode step, {thousands(shape)} tokens, ms", *(figure(s, "decode_step_ms", ".2f") for s in steps)]
-        )
-    for shape in shapes:
-        steps = [record.results[cache].get(shape, {}) for cache in caches]
-        label = f"prefill of {thousands(shape)} tokens, tokens/s"
-        rows.append([label, *(figure(s, "prefill_tokens_per_s", ",.0f") for s in steps)])
+
+    def row(label: str, shape: str, name: str, form: str) -> list[str]:
+        return [label, *(figure(record.results[cache].get(shape, {}), name, form) for cache in caches)]
+
+    def decode_row(shape: str) -> list[str]:
+        return row(f"decode step, {thousands(shape)} tokens, ms", shape, "decode_step_ms", ".2f")
+
+    rows = [decode_row(shape) for shape in shapes]
+    rows += [
+        row(f"prefill of {thousands(shape)} tokens, tokens/s", shape, "prefill_tokens_per_s", ",.0f")
+        for shape in shapes
+    ]
     rows.append(["pool, tokens", *(figure(record.results[cache], "pool_tokens", ",") for cache in caches)])
     if fill := record.settings.get("fill"):
-        batches = [record.results[cache].get(f"fill {fill}", {}) for cache in caches]
-        label = f"requests of {fill:,} tokens in the pool at once"
-        rows.append([label, *(figure(batch, "requests", ",") for batch in batches)])
-        rows.append(["of which preempted", *(figure(batch, "preemptions", ",") for batch in batches)])
-        rows.append(["tokens/s decoding them", *(figure(batch, "tokens_per_s", ",.0f") for batch in batches)])
+        batch = f"fill {fill}"
+        rows.append(row(f"requests of {fill:,} tokens in the pool at once", batch, "requests", ","))
+        rows.append(row("of which preempted", batch, "preemptions", ","))
+        rows.append(row("tokens/s decoding them", batch, "tokens_per_s", ",.0f"))
     for shape in record.settings["profile"]:
-        steps = [record.results[cache].get(shape, {}) for cache in caches]
-        rows.append(
-            [f"decode step, {thousands(shape)} tokens, ms", *(figure(s, "decode_step_ms", ".2f") for s in steps)]
-        )
-        kinds = [kernel_kinds(step.get("gpu_ms_by_kind", {})) for step in steps]
+        rows.append(decode_row(shape))
+        kinds = [kernel_kinds(record.results[cache].get(shape, {}).get("gpu_ms_by_kind", {})) for cache in caches]
         rows += [
             [f"of which {title}, ms", *(figure(k, kind, ".2f") for k in kinds)] for kind, title in KIND_NAMES.items()
         ]

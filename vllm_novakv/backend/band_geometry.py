@@ -66,8 +66,11 @@ class BandGeometry:
 
     def tail(self, num_tokens: int) -> range:
         """Blocks of the ``prompt_recent`` tokens before the last 128-token boundary that is at most ``num_tokens``."""
-        boundary = num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS
-        return range(max(0, boundary - self.prompt_recent_tokens) // BAND_BLOCK_TOKENS, boundary // BAND_BLOCK_TOKENS)
+        return self._window_before(num_tokens // BOUNDARY_TOKENS * BOUNDARY_TOKENS)
+
+    def _window_before(self, position: int) -> range:
+        """Blocks of the ``prompt_recent`` tokens before a position, a multiple of 16."""
+        return range(max(0, position - self.prompt_recent_tokens) // BAND_BLOCK_TOKENS, position // BAND_BLOCK_TOKENS)
 
     def is_required(self, block: int, num_tokens: int) -> bool:
         """Whether an allocation up to ``num_tokens`` tokens must make block number ``block`` a real one.
@@ -78,8 +81,7 @@ class BandGeometry:
 
     def blocks_for_hit(self, num_tokens: int) -> tuple[range, range]:
         """Sink and tail blocks that a request resuming at ``num_tokens`` (a multiple of 16) reads."""
-        end = num_tokens // BAND_BLOCK_TOKENS
-        tail = range(max(0, end - self.prompt_recent_tokens // BAND_BLOCK_TOKENS), end)
+        tail = self._window_before(num_tokens)
         return range(min(self.num_sink_blocks, tail.start)), tail
 
     def steady_blocks(self, num_tokens: int) -> int:
