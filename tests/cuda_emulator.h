@@ -173,6 +173,13 @@ inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   multiply(c, a, b0, b1);
 }
 inline void prefetch(const void*) {}
+inline void wait_for_previous_launch() {}
+inline void let_next_launch_begin() {}
+inline uint32_t pack_bf16(float low, float high) {
+  // to the nearest, ties to even
+  const auto rounded = [](float x) { const uint32_t y = __float_as_uint(x); return (y + 0x7FFF + (y >> 16 & 1)) >> 16; };
+  return rounded(low) | rounded(high) << 16;
+}
 
 inline void launch(Index grid, int num_threads, std::function<void()> body) {
   emulator::body = body;

@@ -25,7 +25,7 @@ from vllm_novakv.ops import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 with interpreted_without_gpu():
-    from vllm_novakv.ops import decode_history
+    from vllm_novakv.ops import decode_cuda
     from vllm_novakv.ops import paged_decode as decode_op
     from vllm_novakv.ops import prefill as prefill_op
     from vllm_novakv.ops import store as store_op
@@ -115,7 +115,7 @@ def assert_as_precise_as_pytorch(actual, batch):
 @pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])
 @pytest.mark.parametrize("scenario", cases(DECODE, GPU_DECODE))
 def test_decode_equals_dense_attention(scenario, use_cuda):
-    if use_cuda and scenario.group > decode_history.MAX_ROWS:
+    if use_cuda and scenario.group > decode_cuda.MAX_GROUP:
         pytest.skip("the CUDA kernel serves up to 8 query heads per KV head")
     batch = build(on(DEVICE, scenario))
     arguments = (

@@ -9,12 +9,11 @@ Three launches, whose grids depend on shapes alone:
    the GPU.
 2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
-   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
-   CUDA kernel of ops/decode_history.py takes this launch's place; its CTAs split the work of all requests.
-3. merge, (requests, KV head, columns): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
+   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16.
+3. merge, (requests, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
-Partial results are [KV head, part, query head, dim], a request's parts side by side, then the band's, [request, KV
-head, part, query head, dim].
+Partial results are [request, KV head, part, query head, dim]: the history's splits, then the band's. Where they run,
+the CUDA kernels of ops/decode_cuda.py take the place of these.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_novakv.ops import decode_history
+from vllm_novakv.ops import decode_cuda
 from vllm_novakv.ops.checks import check_attention_inputs, heads_per_kv_head
 from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
@@ -68,14 +67,14 @@ class DecodeWorkspace:
         row_scales: f32, two numbers per query row.
         partial_output: f32, weighted values per split.
         partial_weights: f32, maximum and sum per split.
-        parts: int32, of each request the first of its partial results of a KV head's history, then how many.
+        line_starts: int32, where each request begins in the CUDA kernels' line of work, and where it ends.
     """
 
     folded: torch.Tensor
     row_scales: torch.Tensor
     partial_output: torch.Tensor
     partial_weights: torch.Tensor
-    parts: torch.Tensor
+    line_starts: torch.Tensor
 
     @classmethod
     def allocate(
@@ -88,28 +87,43 @@ class DecodeWorkspace:
             num_heads, num_kv_heads, head_size: of the model.
             device: where the caches are.
         """
-        rows = query_rows(num_heads, num_kv_heads)
-        shape = (num_kv_heads, head_size, device)
+        rows, group = query_rows(num_heads, num_kv_heads), heads_per_kv_head(num_heads, num_kv_heads)
         num_parts = num_kv_heads * max(
-            max(n * num_splits(n, *shape), n + num_ctas(n, *shape)) + n * num_band_parts(n, num_kv_heads, device)
+            n * (num_splits(n, num_kv_heads, head_size, device) + num_band_parts(n, num_kv_heads, device))
             for n in range(1, max_requests + 1)
         )
-        return cls.empty(max_requests, num_kv_heads, rows, head_size, num_parts, device)
+        num_cuda_parts = decode_cuda.num_parts(
+            max_requests, num_kv_heads, head_size, decode_cuda.num_ctas(num_kv_heads, device)
+        )
+        return cls.empty(
+            max_requests, num_kv_heads, rows, head_size, max(num_parts * rows, num_cuda_parts * group), device
+        )
 
     @classmethod
     def empty(
-        cls, max_requests: int, num_kv_heads: int, rows: int, head_size: int, num_parts: int, device: torch.device
+        cls, max_requests: int, num_kv_heads: int, rows: int, head_size: int, partial_rows: int, device: torch.device
     ) -> DecodeWorkspace:
-        """Scratch for a number of partial results; other arguments as for `allocate`, rows of a query tile."""
-        pairs = max_requests * num_kv_heads
+        """Scratch for a number of rows of partial results; rows: of a query tile, other arguments as for `allocate`."""
+        query_tiles = max_requests * num_kv_heads * rows
         return cls(
             # rows of no query head stay zero
-            folded=torch.zeros(pairs * rows * head_size, dtype=torch.float16, device=device),
-            row_scales=torch.zeros(2 * pairs * rows, dtype=torch.float32, device=device),
-            partial_output=torch.empty(num_parts * rows * head_size, dtype=torch.float32, device=device),
-            partial_weights=torch.empty(2 * num_parts * rows, dtype=torch.float32, device=device),
-            parts=torch.empty(2 * max_requests, dtype=torch.int32, device=device),
+            folded=torch.zeros(query_tiles * head_size, dtype=torch.float16, device=device),
+            row_scales=torch.zeros(2 * query_tiles, dtype=torch.float32, device=device),
+            partial_output=torch.empty(partial_rows * head_size, dtype=torch.float32, device=device),
+            partial_weights=torch.empty(2 * partial_rows, dtype=torch.float32, device=device),
+            line_starts=torch.empty(max_requests + 1, dtype=torch.int32, device=device),
         )
+
+    def check_holds(self, num_requests: int, num_kv_heads: int, rows: int, partial_rows: int) -> None:
+        """Raise a ValueError where a batch does not fit; arguments as for `empty`."""
+        if (
+            self.partial_weights.numel() < 2 * partial_rows
+            or self.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
+            or self.line_starts.numel() <= num_requests
+        ):
+            raise ValueError(
+                f"the workspace is too small for {num_requests} requests; allocate it for the largest batch"
+            )
 
 
 def query_rows(num_heads: int, num_kv_heads: int) -> int:
@@ -125,11 +139,6 @@ def num_splits(num_requests: int, num_kv_heads: int, head_size: int, device: tor
     """
     pairs, slots = num_requests * num_kv_heads, _RESIDENT[head_size] * _processors(device)
     return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) * (1 / n + _START_COST))
-
-
-def num_ctas(num_requests: int, num_kv_heads: int, head_size: int, device: torch.device) -> int:
-    """CTAs of the CUDA kernel for a KV head: one on every processor; arguments as for `num_splits`."""
-    return max(1, _processors(device) // num_kv_heads)
 
 
 def num_band_parts(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
@@ -149,7 +158,7 @@ def _row_of(M: tl.constexpr, REQUESTS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["band_table_stride", "num_requests", "first_band_part"],
+    do_not_specialize=["band_table_stride", "num_requests", "num_parts"],
     do_not_specialize_on_alignment=["band_table_ptr", "seq_lens_ptr", "prompt_lens_ptr"],
 )
 def _fold_band_kernel(
@@ -171,7 +180,7 @@ def _fold_band_kernel(
     band_stride_t,
     band_table_stride,
     num_requests,
-    first_band_part,
+    num_parts,
     scale,
     cap,
     SINK: tl.constexpr,
@@ -257,7 +266,7 @@ def _fold_band_kernel(
             total = total * decay + tl.sum(weights, 1)
             output = tl.dot(weights, value, output * decay[:, None], input_precision=PRECISION)
             m = new_m
-        part = first_band_part + pair * BAND_PARTS + tl.program_id(2) - 1
+        part = (pair + 1) * num_parts - BAND_PARTS + tl.program_id(2) - 1
         tl.store(weights_ptr + part * 2 * ROWS + g, m)
         tl.store(weights_ptr + part * 2 * ROWS + ROWS + g, total)
         tl.store(partial_ptr + part * ROWS * D + g[:, None] * D + d[None, :], output)
@@ -278,7 +287,6 @@ def _history_kernel(
     prompt_lens_ptr,
     partial_ptr,
     weights_ptr,
-    parts_ptr,
     cache_stride_b,
     cache_stride_h,
     block_table_stride,
@@ -286,7 +294,7 @@ def _history_kernel(
     scale,
     cap,
     splits,
-    num_requests,
+    num_parts,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
     PROMPT_RECENT: tl.constexpr,
@@ -303,10 +311,7 @@ def _history_kernel(
     start = split * share
     end = tl.minimum(start + share, seq_len)
     pair = r * tl.num_programs(1) + h
-    part = (h.to(tl.int64) * num_requests + r) * splits + split
-    if (split == 0) & (h == 0):
-        tl.store(parts_ptr + r, (r * splits).to(tl.int32))
-        tl.store(parts_ptr + num_requests + r, splits)
+    part = pair * num_parts + split
     g = tl.arange(0, ROWS)
     if start >= end:
         # an empty part: weight 0, and its output is never read
@@ -385,14 +390,10 @@ def _history_kernel(
         tl.store(output_ptr + 192, 4.0 * out3)
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "head_parts", "first_band_part"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "parts_ptr"],
-)
+@triton.jit(do_not_specialize=["num_requests", "splits", "num_parts"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _merge_kernel(
     partial_ptr,
     weights_ptr,
-    parts_ptr,
     rotation_ptr,
     sinks_ptr,
     seq_lens_ptr,
@@ -400,8 +401,8 @@ def _merge_kernel(
     output_stride_t,
     output_stride_h,
     num_requests,
-    head_parts,
-    first_band_part,
+    splits,
+    num_parts,
     PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     G: tl.constexpr,
@@ -424,39 +425,28 @@ def _merge_kernel(
     pair = request * tl.num_programs(1) + h
     head_ptr = output_ptr + (request * output_stride_t + (h * G + g) * output_stride_h)[:, None]
 
-    # 1. weights of the parts: [M, PARTS] of the history, then the band's
-    first_part = h.to(tl.int64) * head_parts + tl.load(parts_ptr + request, mask=is_row, other=0)
-    count = tl.load(parts_ptr + num_requests + request, mask=is_row, other=0)
+    # 1. weights of the parts: [M, PARTS]
     part = tl.arange(0, PARTS)
-    part_ptr = weights_ptr + (first_part[:, None] + part[None, :]) * 2 * ROWS + g[:, None]
-    is_part = part[None, :] < count[:, None]
+    part_ptr = weights_ptr + (pair[:, None] * num_parts + part[None, :]) * 2 * ROWS + g[:, None]
+    is_part = (part < num_parts)[None, :] & is_row[:, None]
     m = tl.load(part_ptr, mask=is_part, other=MASKED)
     total = tl.load(part_ptr + ROWS, mask=is_part, other=0.0)
     top = tl.max(tl.where(total > 0.0, m, MASKED), 1)
-    for i in tl.static_range(BAND_PARTS):
-        band_ptr = weights_ptr + (first_band_part + pair * BAND_PARTS + i) * 2 * ROWS + g
-        is_band = is_row & (tl.load(band_ptr + ROWS, mask=is_row, other=0.0) > 0.0)
-        top = tl.maximum(top, tl.load(band_ptr, mask=is_band, other=MASKED))
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + h * G + g, mask=is_row, other=MASKED).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
     denominator = tl.sum(tl.where(total > 0.0, tl.exp2(m - top[:, None]) * total, 0.0), 1)
-    for i in tl.static_range(BAND_PARTS):
-        band_ptr = weights_ptr + (first_band_part + pair * BAND_PARTS + i) * 2 * ROWS + g
-        band_total = tl.load(band_ptr + ROWS, mask=is_row, other=0.0)
-        band_m = tl.load(band_ptr, mask=is_row & (band_total > 0.0), other=MASKED)
-        denominator += tl.where(band_total > 0.0, tl.exp2(band_m - top) * band_total, 0.0)
     if HAS_SINKS:
         denominator += tl.exp2(sink - top)
     denominator = tl.where(denominator > 0.0, denominator, 1.0)
 
     # 2. history: [M, D] in the rotated basis
     history = tl.zeros([M, D], tl.float32)
-    for first in range(0, tl.max(count, 0), CHUNK):
+    for first in range(0, splits, CHUNK):
         chunk = first + tl.arange(0, CHUNK)
         # [CHUNK, M]
-        entry = first_part[None, :] + chunk[:, None]
-        is_full = chunk[:, None] < count[None, :]
+        entry = pair[None, :] * num_parts + chunk[:, None]
+        is_full = (chunk < splits)[:, None] & is_row[None, :]
         chunk_ptr = weights_ptr + entry * 2 * ROWS + g[None, :]
         chunk_total = tl.load(chunk_ptr + ROWS, mask=is_full, other=0.0)
         is_full &= chunk_total > 0.0
@@ -467,12 +457,12 @@ def _merge_kernel(
         history += tl.sum(values * weight[:, :, None], 0)
 
     # 3. rotate by R_V^T, add the band
-    for first in tl.range(tl.program_id(2) * COLUMNS, D, tl.num_programs(2) * COLUMNS):
+    for first in tl.static_range(0, D, COLUMNS):
         # R_V^T: [D, COLUMNS]
         rotation = tl.load(rotation_ptr + h * D * D + d[:, None] + (first + column)[None, :] * D)
         rotated = tl.dot(history, rotation, input_precision="tf32x3")
         for i in tl.static_range(BAND_PARTS):
-            band = first_band_part + pair * BAND_PARTS + i
+            band = pair * num_parts + splits + i
             band_total = tl.load(weights_ptr + band * 2 * ROWS + ROWS + g, mask=is_row, other=0.0)
             is_band = is_row & (band_total > 0.0)
             band_m = tl.load(weights_ptr + band * 2 * ROWS + g, mask=is_band, other=MASKED)
@@ -518,8 +508,8 @@ def paged_decode(
         sinks: ``[num_heads]`` learned sink logits.
         output: where the result goes, ``[num_requests, num_heads, head_size]`` of any float type; new and f32 if None.
         workspace: scratch, required to outlive a captured CUDA graph; allocated here if None.
-        splits: parts of the context, or of a KV head's work in the CUDA kernel; chosen from the batch if None.
-        use_cuda: whether the history launch is the CUDA kernel instead of the Triton one; where it runs, if None.
+        splits: parts of the context, or CTAs of a KV head in the CUDA kernels; chosen from the batch if None.
+        use_cuda: whether the kernels are the CUDA instead of the Triton ones; where they run, if None.
 
     Returns:
         ``output``.
@@ -538,31 +528,50 @@ def paged_decode(
     group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
     if use_cuda is None:
-        use_cuda = decode_history.is_supported(query.device, rows, tables.is_e5m2)
-    if splits is None:
-        choose = num_ctas if use_cuda else num_splits
-        splits = choose(num_requests, num_kv_heads, head_size, query.device)
-    # partial results of a KV head's histories
-    head_parts = splits + num_requests if use_cuda else splits * num_requests
-    first_band_part = num_kv_heads * head_parts
-    band_parts = 1 if use_cuda else num_band_parts(num_requests, num_kv_heads, query.device)
+        use_cuda = decode_cuda.is_supported(query.device, group, tables.is_e5m2)
+    if use_cuda:
+        ctas = splits or decode_cuda.num_ctas(num_kv_heads, query.device)
+        partial_rows = decode_cuda.num_parts(num_requests, num_kv_heads, head_size, ctas) * group
+    else:
+        splits = splits or num_splits(num_requests, num_kv_heads, head_size, query.device)
+        band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
+        num_parts = splits + band_parts
+        partial_rows = num_requests * num_kv_heads * num_parts * rows
+    if workspace is None:
+        workspace = DecodeWorkspace.empty(num_requests, num_kv_heads, rows, head_size, partial_rows, query.device)
+    workspace.check_holds(num_requests, num_kv_heads, rows, partial_rows)
+    if use_cuda:
+        decode_cuda.launch_decode(
+            query,
+            history,
+            band_cache,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            prompt_lens,
+            scale,
+            sink_tokens,
+            recent_tokens,
+            prompt_recent_tokens,
+            logits_soft_cap,
+            sinks,
+            output,
+            workspace.folded,
+            workspace.row_scales,
+            workspace.partial_output,
+            workspace.partial_weights,
+            workspace.line_starts,
+            ctas,
+        )
+        return output
     padded_group = max(_MIN_GROUP_ROWS, triton.next_power_of_2(group))
     # where the batch fills the GPU, requests share a program's tile and what it reads of the transforms
-    is_small = num_requests * num_kv_heads <= _processors(query.device)
-    requests = 1 if is_small else max(1, _TILE_ROWS // padded_group)
-    num_parts = first_band_part + num_requests * num_kv_heads * band_parts
-    if workspace is None:
-        workspace = DecodeWorkspace.empty(num_requests, num_kv_heads, rows, head_size, num_parts, query.device)
-    if (
-        workspace.partial_weights.numel() < 2 * num_parts * rows
-        or workspace.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
-    ):
-        raise ValueError(f"the workspace is too small for {num_requests} requests; allocate it for the largest batch")
+    requests = 1 if band_parts > 1 else max(1, _TILE_ROWS // padded_group)
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     fold, history_launch, merge = (
         launch_for(kernel, query.device, head_size, rows, num_requests) for kernel in ("fold", "history", "merge")
     )
-    _fold_band_kernel[(num_requests, num_kv_heads, 1 if use_cuda else 1 + band_parts)](
+    _fold_band_kernel[(num_requests, num_kv_heads, 1 + band_parts)](
         query,
         tables.codec.key_mean,
         tables.codec.key_transform_inv_t,
@@ -579,7 +588,7 @@ def paged_decode(
         *band_cache.stride()[:3],
         band_block_table.stride(0),
         num_requests,
-        first_band_part,
+        num_parts,
         scale,
         logits_soft_cap,
         SINK=sink_tokens,
@@ -598,66 +607,40 @@ def paged_decode(
         num_warps=fold.warps,
         num_stages=fold.stages,
     )
-    if use_cuda:
-        decode_history.launch_history(
-            query,
-            workspace.folded,
-            workspace.row_scales,
-            history,
-            band_cache,
-            history_block_table,
-            band_block_table,
-            seq_lens,
-            prompt_lens,
-            workspace.partial_output,
-            workspace.partial_weights,
-            workspace.parts,
-            scale,
-            logits_soft_cap,
-            splits,
-            sink_tokens,
-            recent_tokens,
-            prompt_recent_tokens,
-        )
-    else:
-        _history_kernel[(splits, num_kv_heads, num_requests)](
-            workspace.folded,
-            workspace.row_scales,
-            history.cache,
-            tables.centroid_words,
-            history_block_table,
-            band_block_table,
-            seq_lens,
-            prompt_lens,
-            workspace.partial_output,
-            workspace.partial_weights,
-            workspace.parts,
-            history.cache.stride(0),
-            history.cache.stride(1),
-            history_block_table.stride(0),
-            band_block_table.stride(0),
-            scale,
-            logits_soft_cap,
-            splits,
-            num_requests,
-            SINK=sink_tokens,
-            RECENT=recent_tokens,
-            PROMPT_RECENT=prompt_recent_tokens,
-            HAS_CAP=logits_soft_cap > 0,
-            IS_E5M2=tables.is_e5m2,
-            ROWS=rows,
-            D=head_size,
-            BAND_BLOCK=band_cache.shape[2],
-            N=history_launch.tokens,
-            num_warps=history_launch.warps,
-            num_stages=history_launch.stages,
-        )
-    # where few programs leave the GPU idle, each merges all parts and rotates some columns
-    columns = head_size // merge.tokens if is_small else 1
-    _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads, columns)](
+    _history_kernel[(splits, num_kv_heads, num_requests)](
+        workspace.folded,
+        workspace.row_scales,
+        history.cache,
+        tables.centroid_words,
+        history_block_table,
+        band_block_table,
+        seq_lens,
+        prompt_lens,
         workspace.partial_output,
         workspace.partial_weights,
-        workspace.parts,
+        history.cache.stride(0),
+        history.cache.stride(1),
+        history_block_table.stride(0),
+        band_block_table.stride(0),
+        scale,
+        logits_soft_cap,
+        splits,
+        num_parts,
+        SINK=sink_tokens,
+        RECENT=recent_tokens,
+        PROMPT_RECENT=prompt_recent_tokens,
+        HAS_CAP=logits_soft_cap > 0,
+        IS_E5M2=tables.is_e5m2,
+        ROWS=rows,
+        D=head_size,
+        BAND_BLOCK=band_cache.shape[2],
+        N=history_launch.tokens,
+        num_warps=history_launch.warps,
+        num_stages=history_launch.stages,
+    )
+    _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads)](
+        workspace.partial_output,
+        workspace.partial_weights,
         tables.codec.value_transform,
         query if sinks is None else sinks,
         seq_lens,
@@ -665,9 +648,9 @@ def paged_decode(
         output.stride(0),
         output.stride(1),
         num_requests,
-        head_parts,
-        first_band_part,
-        PARTS=triton.next_power_of_2(max(MAX_SPLITS, splits)),
+        splits,
+        num_parts,
+        PARTS=triton.next_power_of_2(MAX_SPLITS + MAX_BAND_PARTS),
         HAS_SINKS=sinks is not None,
         G=group,
         REQUESTS=requests,

@@ -1,0 +1,112 @@
+// The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16 relative to its largest element, and q·k̄.
+//
+// Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns; R_K^{-T} is split into bf16 terms on the way, and
+// is there before the query is. A lane's four k of a step are neighbours, for both operands alike.
+//
+// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA.
+
+#define THREADS 256
+#define COLUMN_TILES (D / 64)
+#define QUERY_TERMS (3 - TYPE)
+#define MATRIX_TERMS 3
+
+extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
+    const Query* query, const float* mean, const float* inverse, const int* seq_lens, u16* folded, float* row_scales,
+    int num_requests, int query_stride_t, int query_stride_h) {
+  __shared__ float largest[8][16];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+  const int h = blockIdx.y, heads = gridDim.y;
+  const float* matrix = inverse + (long long)h * D * D + warp * 8 * COLUMN_TILES + row * COLUMN_TILES;
+  // D = 256 has too many for the registers
+  constexpr int AHEAD = D <= 128 ? STEPS : 2;
+  float loaded[AHEAD][4][COLUMN_TILES];
+#pragma unroll
+  for (int step = 0; step < AHEAD; step++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) loaded[step][i][j] = __ldg(matrix + (16 * step + 4 * quad + i) * D + j);
+  wait_for_previous_launch();
+  let_next_launch_begin();
+
+  long long pairs[2];
+  bool is_row[2];
+  const Query* rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int m = row + 8 * half, r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
+    is_row[half] = m < REQUESTS * PADDED && head < GROUP && r < num_requests && seq_lens[r] > 0;
+    pairs[half] = (long long)r * heads + h;
+    rows[half] = query + (is_row[half] ? (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h : 0);
+  }
+  float c[COLUMN_TILES][4], offset[2] = {0, 0};
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) c[j][k] = 0.0f;
+#pragma unroll
+  for (int step = 0; step < STEPS; step++) {
+    const int first = 16 * step + 4 * quad;
+    u32 a[2][2][QUERY_TERMS];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        x[i] = is_row[half] ? number(rows[half][first + i]) : 0.0f;
+        offset[half] += x[i] * __ldg(mean + h * D + first + i);
+      }
+      split_pair(x[0], x[1], a[half][0]);
+      split_pair(x[2], x[3], a[half][1]);
+    }
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) {
+      float y[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) y[i] = step < AHEAD ? loaded[step % AHEAD][i][j] : __ldg(matrix + (first + i) * D + j);
+      u32 b[2][MATRIX_TERMS];
+      split_pair(y[0], y[1], b[0]);
+      split_pair(y[2], y[3], b[1]);
+#pragma unroll
+      for (int s = 0; s < QUERY_TERMS; s++)
+#pragma unroll
+        for (int t = 0; t < MATRIX_TERMS - s; t++)
+          multiply_bf16(c[j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float top = 0.0f;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) top = fmaxf(top, fmaxf(fabsf(c[j][2 * half]), fabsf(c[j][2 * half + 1])));
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
+      offset[half] += __shfl_xor_sync(0xFFFFFFFFu, offset[half], lanes);
+    }
+    if (quad == 0) largest[warp][row + 8 * half] = top;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    if (!is_row[half]) continue;
+    const int head = (row + 8 * half) % PADDED;
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) top = fmaxf(top, largest[i][row + 8 * half]);
+    top = top > 0.0f ? top : 1.0f;
+    if (warp == 0 && quad == 0) {
+      row_scales[pairs[half] * 2 * GROUP + head] = top;
+      row_scales[pairs[half] * 2 * GROUP + GROUP + head] = offset[half];
+    }
+    // the lane's columns are neighbours
+    float x[2 * COLUMN_TILES];
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) x[k * COLUMN_TILES + j] = c[j][2 * half + k] / top;
+    u32* target = (u32*)(folded + (pairs[half] * GROUP + head) * D + warp * 8 * COLUMN_TILES + 2 * quad * COLUMN_TILES);
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES; i++) target[i] = pack_half(x[2 * i], x[2 * i + 1]);
+  }
+}
