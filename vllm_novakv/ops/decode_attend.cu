@@ -36,18 +36,21 @@
 #define THREADS (32 * WARPS)
 #define CHUNK_TILES (CHUNK / 16)
 #define CHUNK_ROWS (CHUNK / 8)
+#define BLOCK_CHUNKS (128 / CHUNK)
 #define CENTRED_CHUNKS 16
 // bf16 terms of a query and of a weight
 #define QUERY_TERMS (3 - TYPE)
 #define WEIGHT_TERMS (TYPE == 0 ? 3 : 2)
-// warps that add up their outputs one after the other, in SLOTS places at a time
-#define TURNS 4
-#define SLOTS (WARPS / TURNS)
+// places where warps add up their outputs, one turn after the other
+#define SLOTS 4
+#define TURNS ((WARPS + SLOTS - 1) / SLOTS)
 #define BOOK_WORDS (GROUPS * 256 * COPIES)
 #define BOOK_LOADS ((STEPS * 256 + THREADS - 1) / THREADS)
 #define OUT_PITCH (D + 4)
-// lines of a chunk's values, and of its scales: two planes
-#define VALUE_LINES (CHUNK * D / 4 / 128)
+// of 128 bytes, of a chunk: its indices, its values, its scales, two planes
+#define INDEX_LINES (CHUNK * GROUPS / 128)
+#define CHUNK_LINES (2 * INDEX_LINES + 2)
+#define PREFETCHES ((CHUNK_LINES + 31) / 32)
 #define ONES 0x3C003C00u
 
 #ifndef EMULATED
@@ -74,6 +77,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// the compiler takes x for a number that it cannot compute again
+__device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 #endif
 // Code j of two tokens' half-words of 8 codes as subnormal fp16 pair x · 2^(place − 24): place(j) bits up.
@@ -126,11 +131,46 @@ template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const v
     }
   }
 }
-// a lane's indices of two tokens, 8 apart
-__device__ __forceinline__ void load_indices(u32 (&x)[2][STEPS / 4], const u8* block, int token, int quad) {
+// What a lane has of a chunk that begins at token `first` of a block: indices of tokens row + 8 i,
+__device__ __forceinline__ void load_indices(u32 (&x)[CHUNK_TILES][2][STEPS / 4], const u8* block, u32 first, int row, int quad) {
+  const u8* own = block + (first * GROUPS + row * GROUPS + quad * STEPS);
 #pragma unroll
-  for (int half = 0; half < 2; half++) load_words(x[half], block + (token + 8 * half) * GROUPS + quad * STEPS);
+  for (int tile = 0; tile < CHUNK_TILES; tile++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) load_words(x[tile][half], own + (16 * tile + 8 * half) * GROUPS);
 }
+// their scales, a lane's 8 of 64 tokens are neighbours,
+__device__ __forceinline__ void load_scales(u32 (&rho)[CHUNK_ROWS / 2], u32 (&s)[CHUNK_ROWS / 2], const u8* block, u32 first, int row) {
+  const u8* own = block + (128 * (GROUPS + D / 4) + first / 64 * 128 + first % 64 / 4 + row * 16);
+  load_words(rho, own);
+  load_words(s, own + 256);
+}
+// and value cells of its tiles.
+__device__ __forceinline__ void load_cells(u32 (&x)[CHUNK_TILES][D / 32], const u8* block, u32 first, int lane) {
+  const u8* own = block + (128 * GROUPS + first * (D / 4) + lane * (D / 8));
+#pragma unroll
+  for (int tile = 0; tile < CHUNK_TILES; tile++) load_words(x[tile], own + tile * (4 * D));
+}
+// Where a lane's lines of a chunk begin, relative to a block's start and to the chunk's; GROUPS = D / 4.
+struct Lines {
+  u32 place[PREFETCHES], pitch[PREFETCHES];
+  __device__ __forceinline__ explicit Lines(int lane) {
+#pragma unroll
+    for (int i = 0; i < PREFETCHES; i++) {
+      const int line = 32 * i + lane, in_scales = line - 2 * INDEX_LINES;
+      const bool is_value = line >= INDEX_LINES;
+      place[i] = in_scales < 0 ? is_value * (128 - CHUNK) * GROUPS + line * 128 : 256 * GROUPS + in_scales * 256;
+      pitch[i] = in_scales < 0 ? GROUPS : 2;
+      keep(place[i]);
+      keep(pitch[i]);
+    }
+  }
+  __device__ __forceinline__ void prefetch_chunk(const u8* block, u32 first, int lane) const {
+#pragma unroll
+    for (int i = 0; i < PREFETCHES; i++)
+      if (32 * i + lane < CHUNK_LINES) prefetch(block + (place[i] + pitch[i] * first));
+  }
+};
 // the largest logit of each head among a warp's lanes; where it has grown, everything so far is rescaled
 __device__ __forceinline__ void raise_maximum(float (&top)[2], float (&m)[2], float (&total)[2], float (&value_total)[4],
                                               float (&out)[TILES][4]) {
@@ -387,7 +427,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const int middle = (r + high) / 2;
     if (starts[middle] <= place) r = middle; else high = middle;
   }
-  const u8* head_cache = cache + (long long)h * head_stride_16 * 16;
+  const u8* const head_cache = cache + (long long)h * head_stride_16 * 16;
+  const long long block_bytes = (long long)block_stride_16 * 16;
   const u32 lane_book = shared_address(book) + row * COPIES / 8 * 16 + quad * 4;
   const float scale = __int_as_float(scale_bits), cap = __int_as_float(cap_bits);
 #if HAS_CAP
@@ -415,11 +456,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     if (line_end <= history) continue;
     const int units = request.history_units(), count = request.end_chunk() - request.first_chunk();
     const int first_unit = max(place - history, 0), end_unit = min(line_end - history, units);
-    int chunk = request.first_chunk() + (int)((long long)first_unit * count / units);
-    int end_chunk = request.first_chunk() + (int)((long long)end_unit * count / units);
+    u32 chunk = request.first_chunk() + (int)((long long)first_unit * count / units);
+    u32 end_chunk = request.first_chunk() + (int)((long long)end_unit * count / units);
     // what the band ought to hold, and does not, is read here
     if (first_unit == 0 && !is_held(band_blocks, 0, min(request.first_chunk() * CHUNK, seq_len))) chunk = 0;
     if (end_unit == units && !is_held(band_blocks, request.end_chunk() * CHUNK, seq_len)) end_chunk = (seq_len + CHUNK - 1) / CHUNK;
+    end_chunk = min(end_chunk, (u32)(seq_len + CHUNK - 1) / CHUNK);
     // B fragments of the query: heads in columns
     u32 q[2 * STEPS];
     const int head_row = min(row, GROUP - 1);
@@ -438,33 +480,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
 #pragma unroll
       for (int k = 0; k < 4; k++) out[i][k] = 0.0f;
 
+    // A chunk comes as far as L2 while the one before it is at work, and into registers when that has used its own.
     const int* blocks = block_table + (long long)r * block_table_stride;
-    int until_centred = CENTRED_CHUNKS;
-    const u8* block = chunk < end_chunk ? head_cache + (long long)blocks[chunk / (128 / CHUNK)] * block_stride_16 * 16 : head_cache;
-    // a tile's indices are loaded when those of the chunk before it have been used
-    u32 indices[CHUNK_TILES][2][STEPS / 4];
-    if (chunk < end_chunk)
-#pragma unroll
-      for (int tile = 0; tile < CHUNK_TILES; tile++)
-        load_indices(indices[tile], block, chunk % (128 / CHUNK) * CHUNK + 16 * tile + row, quad);
+    const u32 last = end_chunk - 1, last_block = last / BLOCK_CHUNKS;
+    const Lines lines(lane);
+    const u8* block = head_cache;
+    int following_block = 0, until_centred = CENTRED_CHUNKS;
+    u32 indices[CHUNK_TILES][2][STEPS / 4], cells[CHUNK_TILES][D / 32], rho_words[CHUNK_ROWS / 2], s_words[CHUNK_ROWS / 2];
+    if (chunk < end_chunk) {
+      const u32 first = chunk % BLOCK_CHUNKS * CHUNK;
+      block = head_cache + blocks[chunk / BLOCK_CHUNKS] * block_bytes;
+      following_block = blocks[min(chunk / BLOCK_CHUNKS + 1, last_block)];
+      load_indices(indices, block, first, row, quad);
+      load_scales(rho_words, s_words, block, first, row);
+      load_cells(cells, block, first, lane);
+    }
     for (; chunk < end_chunk; chunk++) {
-      const int first = chunk % (128 / CHUNK) * CHUNK, start = CHUNK * chunk;
-      const int following = min(chunk + 1, end_chunk - 1), next_first = following % (128 / CHUNK) * CHUNK;
-      const u8* next_block = head_cache + (long long)blocks[following / (128 / CHUNK)] * block_stride_16 * 16;
-      // scales of the lane's tokens: row + 8 i, a lane's 8 of 64 tokens are neighbours
-      u32 rho_words[CHUNK_ROWS / 2], s_words[CHUNK_ROWS / 2];
-      const u8* planes = block + 128 * (GROUPS + D / 4) + first / 64 * 128 + row * 16 + first % 64 / 4;
-      load_words(rho_words, planes);
-      load_words(s_words, planes + 256);
-      // value cells of the chunk's tiles
-      u32 cells[CHUNK_TILES][D / 32];
-#pragma unroll
-      for (int tile = 0; tile < CHUNK_TILES; tile++)
-        load_words(cells[tile], block + 128 * GROUPS + ((first >> 4) + tile) * (4 * D) + lane * (D / 8));
-      // the next chunk's values and scales come as far as L2
-      if (lane < VALUE_LINES + 2)
-        prefetch(next_block + 128 * GROUPS + (lane < VALUE_LINES ? next_first * (D / 4) + lane * 128
-                                                               : 32 * D + (lane - VALUE_LINES) * 256 + next_first * 2));
+      const u32 first = chunk % BLOCK_CHUNKS * CHUNK;
+      // the last chunk is followed by itself
+      const u32 next_first = chunk == last ? first : (first + CHUNK) % 128;
+      const u8* next_block = block;
+      if (next_first < first) {
+        next_block = head_cache + following_block * block_bytes;
+        following_block = blocks[min(chunk / BLOCK_CHUNKS + 2, last_block)];
+      }
+      lines.prefetch_chunk(next_block, next_first, lane);
       // 1. logits
       float c[CHUNK_TILES][4];
 #pragma unroll
@@ -483,9 +523,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
           }
           multiply(c[tile], a[0], a[1], a[2], a[3], q[2 * step], q[2 * step + 1]);
         }
-#pragma unroll
-      for (int tile = 0; tile < CHUNK_TILES; tile++) load_indices(indices[tile], next_block, next_first + 16 * tile + row, quad);
+      load_indices(indices, next_block, next_first, row, quad);
       // 2. scale, mask, maximum
+      const int start = CHUNK * chunk;
       const bool is_open = start >= SINK && start + CHUNK <= seq_len - request.window;
       float s[CHUNK_ROWS], top[2] = {MASKED, MASKED};
       if (is_open) {
@@ -507,6 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
           else x[0] = x[1] = __int_as_float(0xFF800000);
         }
       }
+      load_scales(rho_words, s_words, next_block, next_first, row);
       raise_maximum(top, m, total, value_total, out);
       // 3. weights and values
 #pragma unroll
@@ -546,6 +587,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
                      value_pair(far, upper_far, 2 * i), value_pair(far, upper_far, 2 * i + 1), b[0], b[1]);
         }
       }
+      load_cells(cells, next_block, next_first, lane);
       block = next_block;
       if (--until_centred == 0) { centre(out, value_total); until_centred = CENTRED_CHUNKS; }
     }

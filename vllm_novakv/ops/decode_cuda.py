@@ -31,7 +31,7 @@ _WARPS = {64: 16, 128: 16, 256: 8}
 """Warps of a CTA, one on every multiprocessor, by head size: as many as their registers admit."""
 
 _TILE_ROWS = 16
-_SLOTS_PER_WARP = 4
+_SLOTS = 4
 _SMALL_THREADS = 256
 _HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -274,7 +274,7 @@ def _shared_bytes(size: int, copies: int, num_requests: int) -> int:
     """The codebook, the warps' results, and where each request begins; see ops/decode_attend.cu."""
     warps = _WARPS[size]
     book = size // 4 * 256 * copies
-    results = warps * 16 + warps // _SLOTS_PER_WARP * 8 * (size + 4)
+    results = warps * 16 + _SLOTS * 8 * (size + 4)
     return 4 * (book + results + num_requests + 1)
 
 
