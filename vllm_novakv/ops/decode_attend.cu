@@ -4,7 +4,7 @@
 // Each warp is a worker of the head's line of work (decode_common.cuh), on its own from beginning to end: no barrier, no
 // shared result, except where a CTA has nothing but one request's history.
 //
-// A warp takes a chunk of 32 tokens at a time, 16 tokens to a tensor-core tile, and keeps its own online softmax:
+// A warp takes a chunk of 32 or 64 tokens at a time, 16 tokens to a tensor-core tile, and keeps its own online softmax:
 //
 //     logits^T [16 tokens, 8 heads] = K [16, D] Q^T [D, 8]      K from shared memory straight into the A fragment
 //     O^T      [16 dims, 8 heads]  += V^T [16, 16 tokens] W^T   V from one 16-byte load straight into the A fragment
@@ -360,6 +360,8 @@ __device__ __forceinline__ bool is_held(const int* band_blocks, int first_token,
   return !__any_sync(0xFFFFFFFFu, is_missing);
 }
 
+__device__ __forceinline__ Request request_in(int length) { return {abs(length), length < 0 ? PROMPT_RECENT : RECENT}; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
     const int* band_table, const int* seq_lens, const int* prompt_lens, const Query* query, const u16* band, float* partial,
@@ -370,10 +372,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
   float* const results = (float*)(book + BOOK_WORDS);
   const Results shared = {results, results + WARPS * 8, results + WARPS * 16};
   int* const starts = (int*)(results + WARPS * 16 + SLOTS * 8 * OUT_PITCH);
+  // a length below zero is that of a request in its prompt
+  int* const lengths = starts + num_requests + 1;
   __shared__ int warp_sums[WARPS];
   const int ctas = gridDim.x, cta = blockIdx.x, h = blockIdx.y, heads = gridDim.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  let_next_launch_begin();
   // 1. the codebook, on its way while the line is drawn
   const u32* source = table + (long long)h * GROUPS * 256;
   uint4 words[BOOK_LOADS];
@@ -386,11 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
   int length = 0;
   for (int first = 0; first < num_requests; first += THREADS) {
     const int r = first + thread, seq_len = r < num_requests ? seq_lens[r] : 0;
-    int own = 0;
-    if (seq_len > 0) {
-      const Request request = request_of(seq_len, prompt_lens[r]);
-      own = request.band_units() + request.history_units();
-    }
+    const Request own_request = request_of(seq_len, r < num_requests ? prompt_lens[r] : 0);
+    const int own = seq_len > 0 ? own_request.band_units() + own_request.history_units() : 0;
     int sum = own;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -402,7 +402,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     int all = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) { if (i < warp) sum += warp_sums[i]; all += warp_sums[i]; }
-    if (r < num_requests) starts[r] = length + sum - own;
+    if (r < num_requests) {
+      starts[r] = length + sum - own;
+      lengths[r] = own_request.window == RECENT ? seq_len : -seq_len;
+    }
     length += all;
     __syncthreads();
   }
@@ -413,22 +416,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
 #pragma unroll
       for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[(i * THREADS + thread) * COPIES + copy] = words[i];
   __syncthreads();
-  wait_for_previous_launch();
-  if (cta == 0 && h == 0)
-    for (int r = thread; r <= num_requests; r += THREADS) line_starts[r] = starts[r];
-  if (length == 0) return;
-  const Line line = make_line(length, ctas);
-  const int worker = cta * WARPS + warp;
-  if (worker >= line.workers) return;
-  const int line_end = line.start_of(worker + 1);
-  int place = line.start_of(worker), r = 0;
-  // the last request that begins at or before our place
-  for (int high = num_requests; high - r > 1;) {
-    const int middle = (r + high) / 2;
-    if (starts[middle] <= place) r = middle; else high = middle;
-  }
+  const Line line = make_line(max(length, 1), ctas);
+  const int worker = cta * WARPS + warp, line_end = line.start_of(worker + 1);
+  const bool has_work = length > 0 && worker < line.workers;
   const u8* const head_cache = cache + (long long)h * head_stride_16 * 16;
   const long long block_bytes = (long long)block_stride_16 * 16;
+  const Lines lines(lane);
+  int place = line.start_of(worker), r = 0;
+  if (has_work) {
+    // the last request that begins at or before our place
+    for (int high = num_requests; high - r > 1;) {
+      const int middle = (r + high) / 2;
+      if (starts[middle] <= place) r = middle; else high = middle;
+    }
+    // a history's first chunk is on its way before the query is there
+    const Request request = request_in(lengths[r]);
+    const int unit = place - starts[r] - request.band_units();
+    if (unit >= 0) {
+      const u32 chunk = min(chunk_at(request, unit), (u32)(request.seq_len - 1) / CHUNK);
+      const int block = block_table[(long long)r * block_table_stride + chunk / BLOCK_CHUNKS];
+      lines.prefetch_chunk(head_cache + block * block_bytes, chunk % BLOCK_CHUNKS * CHUNK, lane);
+    }
+  }
+  wait_for_previous_launch();
+  if (cta == 0 && h == 0)
+    for (int i = thread; i <= num_requests; i += THREADS) line_starts[i] = starts[i];
+  if (!has_work) return;
   const u32 lane_book = shared_address(book) + row * COPIES / 8 * 16 + quad * 4;
   const float scale = __int_as_float(scale_bits), cap = __int_as_float(cap_bits);
 #if HAS_CAP
@@ -439,9 +452,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
 
   // 3. what the worker has of each request
   for (; place < line_end; r++, place = starts[r]) {
-    const int seq_len = seq_lens[r];
-    if (seq_len <= 0) continue;
-    const Request request = request_of(seq_len, prompt_lens[r]);
+    if (lengths[r] == 0) continue;
+    const Request request = request_in(lengths[r]);
+    const int seq_len = request.seq_len;
     const long long pair = (long long)r * heads + h;
     const int* band_blocks = band_table + (long long)r * band_table_stride;
     const int band_units = request.band_units(), history = starts[r] + band_units;
@@ -454,10 +467,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
                   partial + entry * GROUP * D);
     }
     if (line_end <= history) continue;
-    const int units = request.history_units(), count = request.end_chunk() - request.first_chunk();
+    const int units = request.history_units();
     const int first_unit = max(place - history, 0), end_unit = min(line_end - history, units);
-    u32 chunk = request.first_chunk() + (int)((long long)first_unit * count / units);
-    u32 end_chunk = request.first_chunk() + (int)((long long)end_unit * count / units);
+    u32 chunk = chunk_at(request, first_unit), end_chunk = chunk_at(request, end_unit);
     // what the band ought to hold, and does not, is read here
     if (first_unit == 0 && !is_held(band_blocks, 0, min(request.first_chunk() * CHUNK, seq_len))) chunk = 0;
     if (end_unit == units && !is_held(band_blocks, request.end_chunk() * CHUNK, seq_len)) end_chunk = (seq_len + CHUNK - 1) / CHUNK;
@@ -483,7 +495,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     // A chunk comes as far as L2 while the one before it is at work, and into registers when that has used its own.
     const int* blocks = block_table + (long long)r * block_table_stride;
     const u32 last = end_chunk - 1, last_block = last / BLOCK_CHUNKS;
-    const Lines lines(lane);
     const u8* block = head_cache;
     int following_block = 0, until_centred = CENTRED_CHUNKS;
     u32 indices[CHUNK_TILES][2][STEPS / 4], cells[CHUNK_TILES][D / 32], rho_words[CHUNK_ROWS / 2], s_words[CHUNK_ROWS / 2];
@@ -593,6 +604,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     }
     centre(out, value_total);
 
+    // the last that there is to do
+    if (line_end <= starts[r + 1]) let_next_launch_begin();
     if (line.is_within(cta, history, history + units)) {
       const long long entry = cta_entry(h, heads, ctas, num_requests) + cta;
       merge_warps(shared, m, total, out, weights + entry * 2 * GROUP, partial + entry * GROUP * D);

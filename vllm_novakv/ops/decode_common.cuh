@@ -6,7 +6,7 @@
 // merge their results, and the entry is the CTA's.
 //
 // Macros: D head size, TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA of the second
-// launch, each a worker; SINK, RECENT, PROMPT_RECENT tokens of the band.
+// launch, each a worker; CHUNK tokens of history that it takes at a time, 32 or 64; SINK, RECENT, PROMPT_RECENT tokens of the band.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,11 +15,9 @@ typedef unsigned int u32;
 #define STEPS (D / 16)
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
-// tokens of a chunk of history and of a tile of the band
-#define CHUNK 32
 #define BAND_TILE 16
-// what they cost, and what a request's band and history cost besides
-#define CHUNK_UNITS 2
+// what a chunk of history and a tile of the band cost, and what a request's band and history cost besides
+#define CHUNK_UNITS (CHUNK / 16)
 #define BAND_TILE_UNITS 3
 #define BAND_UNITS 4
 #define HISTORY_UNITS 4
@@ -90,6 +88,11 @@ struct Request {
 };
 __device__ __forceinline__ Request request_of(int seq_len, int prompt_len) {
   return {seq_len, seq_len <= prompt_len ? PROMPT_RECENT : RECENT};
+}
+// the chunk at a unit of a request's history
+__device__ __forceinline__ u32 chunk_at(const Request& request, int unit) {
+  const int count = request.end_chunk() - request.first_chunk();
+  return request.first_chunk() + (int)((long long)unit * count / request.history_units());
 }
 // a line of so many units and the workers that share it
 struct Line {

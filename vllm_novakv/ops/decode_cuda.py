@@ -27,7 +27,7 @@ MAX_REQUESTS = 4096
 """Requests of a batch; where each begins in the line of work is kept in shared memory."""
 
 _FOLDER = Path(__file__).parent
-_WARPS = {64: 16, 128: 16, 256: 8}
+_WARPS = {64: 16, 128: 12, 256: 8}
 """Warps of a CTA, one on every multiprocessor, by head size: as many as their registers admit."""
 
 _TILE_ROWS = 16
@@ -47,7 +47,8 @@ class Constants(NamedTuple):
         has_cap: whether logits have a soft cap.
         sink_dtype: of learned sinks; None where there are none.
         output_dtype: of the result.
-        is_small: whether every request has a CTA of its own in the first and the third launch.
+        is_small: whether every request has a CTA of its own in the first and the third launch, and a worker takes less
+            of its history at a time in the second.
     """
 
     head_size: int
@@ -158,7 +159,6 @@ def launch_decode(
             query,
             codec.key_mean,
             codec.key_transform_inv_t,
-            seq_lens,
             folded,
             row_scales,
             num_requests,
@@ -240,6 +240,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "PADDED": constants.padded_group,
         "REQUESTS": constants.requests,
         "WARPS": _WARPS[constants.head_size],
+        "CHUNK": 32 if constants.is_small else 64,
         "COPIES": copies,
     }
     return nvrtc.source_text(macros, _FOLDER / "decode_common.cuh", _FOLDER / f"decode_{kernel}.cu")
@@ -275,7 +276,7 @@ def _shared_bytes(size: int, copies: int, num_requests: int) -> int:
     warps = _WARPS[size]
     book = size // 4 * 256 * copies
     results = warps * 16 + _SLOTS * 8 * (size + 4)
-    return 4 * (book + results + num_requests + 1)
+    return 4 * (book + results + 2 * num_requests + 1)
 
 
 def _processors(device: torch.device) -> int:

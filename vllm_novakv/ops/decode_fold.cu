@@ -1,7 +1,8 @@
 // The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16 relative to its largest element, and q·k̄.
 //
 // Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns; R_K^{-T} is split into bf16 terms on the way, and
-// is there before the query is. A lane's four k of a step are neighbours, for both operands alike.
+// is there before the query is. A lane's four k of a step are neighbours, for both operands alike. Padded rows of a batch are
+// computed like others, and not used.
 //
 // Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA.
 
@@ -10,8 +11,31 @@
 #define QUERY_TERMS (3 - TYPE)
 #define MATRIX_TERMS 3
 
+// a lane's columns of a row of the matrix
+__device__ __forceinline__ void load_columns(float (&x)[COLUMN_TILES], const float* p) {
+#if D == 64
+  x[0] = __ldg(p);
+#elif D == 128
+  const float2 y = __ldg((const float2*)p);
+  x[0] = y.x; x[1] = y.y;
+#else
+  const float4 y = __ldg((const float4*)p);
+  x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+#endif
+}
+// four neighbours of a query
+__device__ __forceinline__ void load_query(float (&x)[4], const Query* p) {
+#if TYPE == 0
+  const float4 y = *(const float4*)p;
+  x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+#else
+  const uint2 y = *(const uint2*)p;
+  x[0] = number((u16)y.x); x[1] = number((u16)(y.x >> 16)); x[2] = number((u16)y.y); x[3] = number((u16)(y.y >> 16));
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
-    const Query* query, const float* mean, const float* inverse, const int* seq_lens, u16* folded, float* row_scales,
+    const Query* query, const float* mean, const float* inverse, u16* folded, float* row_scales,
     int num_requests, int query_stride_t, int query_stride_h) {
   __shared__ float largest[8][16];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
@@ -23,9 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
 #pragma unroll
   for (int step = 0; step < AHEAD; step++)
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-      for (int j = 0; j < COLUMN_TILES; j++) loaded[step][i][j] = __ldg(matrix + (16 * step + 4 * quad + i) * D + j);
+    for (int i = 0; i < 4; i++) load_columns(loaded[step][i], matrix + (16 * step + 4 * quad + i) * D);
   wait_for_previous_launch();
   let_next_launch_begin();
 
@@ -35,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int m = row + 8 * half, r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
-    is_row[half] = m < REQUESTS * PADDED && head < GROUP && r < num_requests && seq_lens[r] > 0;
+    is_row[half] = m < REQUESTS * PADDED && head < GROUP && r < num_requests;
     pairs[half] = (long long)r * heads + h;
     rows[half] = query + (is_row[half] ? (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h : 0);
   }
@@ -47,26 +69,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     const int first = 16 * step + 4 * quad;
+    const float4 k_mean = __ldg((const float4*)(mean + h * D + first));
     u32 a[2][2][QUERY_TERMS];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float x[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        x[i] = is_row[half] ? number(rows[half][first + i]) : 0.0f;
-        offset[half] += x[i] * __ldg(mean + h * D + first + i);
-      }
+      float x[4] = {0, 0, 0, 0};
+      if (is_row[half]) load_query(x, rows[half] + first);
+      offset[half] += x[0] * k_mean.x + x[1] * k_mean.y + x[2] * k_mean.z + x[3] * k_mean.w;
       split_pair(x[0], x[1], a[half][0]);
       split_pair(x[2], x[3], a[half][1]);
     }
+    float y[4][COLUMN_TILES];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (step >= AHEAD) load_columns(y[i], matrix + (first + i) * D);
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++)
+        if (step < AHEAD) y[i][j] = loaded[step % AHEAD][i][j];
+    }
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++) {
-      float y[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) y[i] = step < AHEAD ? loaded[step % AHEAD][i][j] : __ldg(matrix + (first + i) * D + j);
       u32 b[2][MATRIX_TERMS];
-      split_pair(y[0], y[1], b[0]);
-      split_pair(y[2], y[3], b[1]);
+      split_pair(y[0][j], y[1][j], b[0]);
+      split_pair(y[2][j], y[3][j], b[1]);
 #pragma unroll
       for (int s = 0; s < QUERY_TERMS; s++)
 #pragma unroll

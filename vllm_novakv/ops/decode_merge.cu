@@ -1,8 +1,8 @@
 // The third launch of ops/decode_cuda.py: the partial results of a request by log-sum-exp, the history's by R_V^T, the
 // learned sink.
 //
-// Grid (requests in tiles of up to 16 rows, KV head). 16 threads have a row's dims; where the rows are fewer than 16,
-// several such teams share a row's parts. R_V^T is there before the parts are.
+// Grid (requests in tiles of up to 16 rows, KV head). A team of 16 threads has a row's dims; where the rows are fewer than
+// 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are.
 //
 // Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA, HAS_SINKS, SINK_TYPE and OUTPUT_TYPE
 // as TYPE.
@@ -16,19 +16,19 @@
 // bf16 terms of a sum and of a transform; a 16-bit result does not show the third
 #define TERMS (OUTPUT_TYPE == 0 ? 3 : 2)
 
-// parts of one kind that are neighbours
-struct Run { long long first; int count; };
-// band; history of workers, of CTAs, of workers
+// A request's parts: the band's, then the history's, of workers, of CTAs, of workers; each kind's are neighbours.
 struct Parts {
-  Run runs[4];
-  __device__ __forceinline__ int total() const { return runs[0].count + runs[1].count + runs[2].count + runs[3].count; }
-  __device__ __forceinline__ long long entry(int i) const {
-#pragma unroll
-    for (int k = 0; k < 3; k++) {
-      if (i < runs[k].count) return runs[k].first + i;
-      i -= runs[k].count;
-    }
-    return runs[3].first + i;
+  // part i of those below ends[k], and of no kind before, is entry i + shifts[k]
+  int ends[4], shifts[4];
+  __device__ __forceinline__ void append(int kind, long long first, int count) {
+    const int begin = kind ? ends[kind - 1] : 0;
+    ends[kind] = begin + count;
+    shifts[kind] = (int)first - begin;
+  }
+  __device__ __forceinline__ int num_band() const { return ends[0]; }
+  __device__ __forceinline__ int count() const { return ends[3]; }
+  __device__ __forceinline__ int entry(int i) const {
+    return i + (i < ends[0] ? shifts[0] : i < ends[1] ? shifts[1] : i < ends[2] ? shifts[2] : shifts[3]);
   }
 };
 __device__ __forceinline__ Parts parts_of(const Line& line, const Request& request, int start, int r, int h, int heads,
@@ -41,16 +41,14 @@ __device__ __forceinline__ Parts parts_of(const Line& line, const Request& reque
   int first_cta = first / WARPS, last_cta = last / WARPS;
   if (!line.is_within(first_cta, history, end)) first_cta++;
   if (!line.is_within(last_cta, history, end)) last_cta--;
+  const bool has_ctas = first_cta <= last_cta;
+  const int end_first = has_ctas ? max(first, first_cta * WARPS) : last + 1;
+  const int first_last = has_ctas ? (last_cta + 1) * WARPS : last + 1;
   Parts parts;
-  parts.runs[0] = {band_entry + first_band, last_band - first_band + 1};
-  if (first_cta > last_cta) {
-    parts.runs[1] = {history_entry + first, last - first + 1};
-    parts.runs[2] = parts.runs[3] = {0, 0};
-  } else {
-    parts.runs[1] = {history_entry + first, max(first_cta * WARPS - first, 0)};
-    parts.runs[2] = {cta_entry(h, heads, ctas, num_requests) + first_cta, last_cta - first_cta + 1};
-    parts.runs[3] = {history_entry + (last_cta + 1) * WARPS, max(last - (last_cta + 1) * WARPS + 1, 0)};
-  }
+  parts.append(0, band_entry + first_band, last_band - first_band + 1);
+  parts.append(1, history_entry + first, end_first - first);
+  parts.append(2, cta_entry(h, heads, ctas, num_requests) + first_cta, has_ctas ? last_cta - first_cta + 1 : 0);
+  parts.append(3, history_entry + first_last, max(last - first_last + 1, 0));
   return parts;
 }
 #if HAS_SINKS
@@ -70,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     const int* seq_lens, const int* prompt_lens, void* output, int num_requests, int ctas, int output_stride_t,
     int output_stride_h) {
   __shared__ float sums[2][16][PITCH];
-  __shared__ float denominators[16];
+  __shared__ float tops[16], totals[16], denominators[16];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int h = blockIdx.y, heads = gridDim.y;
   const float* matrix = rotation + ((long long)h * D + warp * 8 * COLUMN_TILES + row) * D + 4 * quad;
@@ -83,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   wait_for_previous_launch();
   let_next_launch_begin();
 
-  // 1. the row's parts: their largest logit and their sum of weights
+  // 1. a team's parts; what is not history needs no rotation
   const int team = thread / 16, m = team / TEAMS, share = team % TEAMS, member = thread % 16;
   const int r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
   const int seq_len = head < GROUP && r < num_requests ? seq_lens[r] : 0;
@@ -91,62 +89,71 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   if (seq_len > 0)
     parts = parts_of(make_line(starts[num_requests], ctas), request_of(seq_len, prompt_lens[r]), starts[r], r, h, heads, ctas,
                      num_requests);
-  const int num_parts = parts.total();
+  const int num_band = parts.num_band(), num_parts = parts.count();
   float top = MASKED, total = 0.0f;
-  for (int i = member; i < num_parts; i += 16) {
-    const float* weight = weights + parts.entry(i) * 2 * GROUP + head;
-    const float x = weight[GROUP], logit = x > 0.0f ? weight[0] : MASKED, larger = fmaxf(top, logit);
-    total = total * exp2_fast(top - larger) + x * exp2_fast(logit - larger);
-    top = larger;
-  }
-#pragma unroll
-  for (int lanes = 1; lanes < 16; lanes *= 2) {
-    const float other_top = __shfl_xor_sync(0xFFFFFFFFu, top, lanes), other = __shfl_xor_sync(0xFFFFFFFFu, total, lanes);
-    const float larger = fmaxf(top, other_top);
-    total = total * exp2_fast(top - larger) + other * exp2_fast(other_top - larger);
-    top = larger;
-  }
 #if HAS_SINKS
-  if (seq_len > 0) {
-    const float sink = sink_logit(sinks[h * GROUP + head]) * LOG2E, larger = fmaxf(top, sink);
-    total = total * exp2_fast(top - larger) + exp2_fast(sink - larger);
-    top = larger;
+  if (seq_len > 0 && share == 0) {
+    top = sink_logit(sinks[h * GROUP + head]) * LOG2E;
+    total = 1.0f;
   }
 #endif
-  if (member == 0 && share == 0) denominators[m] = total > 0.0f ? total : 1.0f;
-  // 2. their weighted values; what is not history needs no rotation
+  float4 sum[2][VECTORS];
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) sum[0][v] = sum[1][v] = {0, 0, 0, 0};
 #pragma unroll
   for (int is_history = 0; is_history < 2; is_history++) {
-    float4 sum[VECTORS];
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) sum[v] = {0, 0, 0, 0};
-    const int begin = is_history ? parts.runs[0].count : 0, end = is_history ? num_parts : parts.runs[0].count;
+    // the band's parts, then the history's, dealt out in one order
+    const int begin = is_history ? num_band : 0, end = is_history ? num_parts : num_band;
+    const int behind = (share - begin % TEAMS + TEAMS) % TEAMS;
 #pragma unroll 4
-    for (int i = begin + share; i < end; i += TEAMS) {
+    for (int i = begin + behind; i < end; i += TEAMS) {
       const long long entry = parts.entry(i);
       const float* weight = weights + entry * 2 * GROUP + head;
-      const float factor = weight[GROUP] > 0.0f ? exp2_fast(weight[0] - top) : 0.0f;
       const float4* values = (const float4*)(partial + (entry * GROUP + head) * D) + member;
+      const float part_total = weight[GROUP], part_top = part_total > 0.0f ? weight[0] : MASKED;
+      const float larger = fmaxf(top, part_top), decay = exp2_fast(top - larger);
+      const float factor = part_total > 0.0f ? exp2_fast(part_top - larger) : 0.0f;
+      top = larger;
+      total = total * decay + part_total * factor;
 #pragma unroll
       for (int v = 0; v < VECTORS; v++) {
         const float4 x = values[16 * v];
-        sum[v].x += factor * x.x; sum[v].y += factor * x.y; sum[v].z += factor * x.z; sum[v].w += factor * x.w;
+        float4& y = sum[is_history][v];
+        y = {y.x * decay + factor * x.x, y.y * decay + factor * x.y, y.z * decay + factor * x.z, y.w * decay + factor * x.w};
+        if (is_history) {
+          float4& z = sum[0][v];
+          z = {z.x * decay, z.y * decay, z.z * decay, z.w * decay};
+        }
       }
     }
-#pragma unroll
-    for (int v = 0; v < VECTORS; v++) *(float4*)&sums[is_history][team][4 * member + 64 * v] = sum[v];
   }
+#pragma unroll
+  for (int is_history = 0; is_history < 2; is_history++)
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) *(float4*)&sums[is_history][team][4 * member + 64 * v] = sum[is_history][v];
+  if (member == 0) { tops[team] = top; totals[team] = total; }
   __syncthreads();
+  // 2. the teams of a row
 #if TEAMS > 1
   for (int i = thread; i < 2 * MERGED_ROWS * D; i += THREADS) {
     const int kind = i / (MERGED_ROWS * D), n = i / D % MERGED_ROWS, d = i % D;
-    float x = 0.0f;
+    float largest = MASKED, x = 0.0f;
 #pragma unroll
-    for (int k = 0; k < TEAMS; k++) x += sums[kind][n * TEAMS + k][d];
+    for (int k = 0; k < TEAMS; k++) largest = fmaxf(largest, tops[n * TEAMS + k]);
+#pragma unroll
+    for (int k = 0; k < TEAMS; k++) x += exp2_fast(tops[n * TEAMS + k] - largest) * sums[kind][n * TEAMS + k][d];
     sums[kind][n * TEAMS][d] = x;
   }
-  __syncthreads();
 #endif
+  if (thread < MERGED_ROWS) {
+    float largest = MASKED, x = 0.0f;
+#pragma unroll
+    for (int k = 0; k < TEAMS; k++) largest = fmaxf(largest, tops[thread * TEAMS + k]);
+#pragma unroll
+    for (int k = 0; k < TEAMS; k++) x += exp2_fast(tops[thread * TEAMS + k] - largest) * totals[thread * TEAMS + k];
+    denominators[thread] = x > 0.0f ? x : 1.0f;
+  }
+  __syncthreads();
   // 3. rotate
   float c[COLUMN_TILES][4];
 #pragma unroll
