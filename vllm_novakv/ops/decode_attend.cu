@@ -416,9 +416,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
 #pragma unroll
       for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[(i * THREADS + thread) * COPIES + copy] = words[i];
   __syncthreads();
-  const Line line = make_line(max(length, 1), ctas);
+  const Line line = make_line(length, ctas);
   const int worker = cta * WARPS + warp, line_end = line.start_of(worker + 1);
-  const bool has_work = length > 0 && worker < line.workers;
+  const bool has_work = worker < line.workers;
   const u8* const head_cache = cache + (long long)h * head_stride_16 * 16;
   const long long block_bytes = (long long)block_stride_16 * 16;
   const Lines lines(lane);
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const Request request = request_in(lengths[r]);
     const int unit = place - starts[r] - request.band_units();
     if (unit >= 0) {
-      const u32 chunk = min(chunk_at(request, unit), (u32)(request.seq_len - 1) / CHUNK);
+      const u32 chunk = min(chunk_at(request, unit), (request.seq_len - 1) / CHUNK);
       const int block = block_table[(long long)r * block_table_stride + chunk / BLOCK_CHUNKS];
       lines.prefetch_chunk(head_cache + block * block_bytes, chunk % BLOCK_CHUNKS * CHUNK, lane);
     }
@@ -459,11 +459,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const int* band_blocks = band_table + (long long)r * band_table_stride;
     const int band_units = request.band_units(), history = starts[r] + band_units;
     if (place < history) {
-      const int tiles = request.band_tiles(), first = place - starts[r], end = min(line_end - starts[r], band_units);
+      const int first = place - starts[r], end = min(line_end - starts[r], band_units);
       const long long entry = worker_entry(false, h, heads, ctas, num_requests) + worker + r;
       attend_band({band + (long long)h * band_stride_h, band_blocks, band_stride_b, band_stride_t},
                   query + (long long)r * query_stride_t + (long long)h * GROUP * query_stride_h, query_stride_h, request,
-                  first * tiles / band_units, end * tiles / band_units, scale * to_log2, cap, weights + entry * 2 * GROUP,
+                  tile_at(first), tile_at(end), scale * to_log2, cap, weights + entry * 2 * GROUP,
                   partial + entry * GROUP * D);
     }
     if (line_end <= history) continue;

@@ -16,11 +16,11 @@ typedef unsigned int u32;
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
 #define BAND_TILE 16
-// what a chunk of history and a tile of the band cost, and what a request's band and history cost besides
-#define CHUNK_UNITS (CHUNK / 16)
-#define BAND_TILE_UNITS 3
-#define BAND_UNITS 4
-#define HISTORY_UNITS 4
+// units of time: what a chunk of history and a tile of the band cost, and a request's band and history besides
+#define CHUNK_UNITS (CHUNK / 2)
+#define BAND_TILE_UNITS 40
+#define BAND_UNITS 64
+#define HISTORY_UNITS 64
 
 #ifndef EMULATED
 #define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
@@ -49,6 +49,11 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 #endif
+// Loads stay ahead of a wait, where the compiler would move them, if something there depends on them. What does is
+// harmless, as a launch that may begin already can be told so again.
+__device__ __forceinline__ void let_arrive(u32 bits_of_all) {
+  if (bits_of_all == 1) let_next_launch_begin();
+}
 
 #if TYPE == 0
 typedef float Query;
@@ -89,22 +94,25 @@ struct Request {
 __device__ __forceinline__ Request request_of(int seq_len, int prompt_len) {
   return {seq_len, seq_len <= prompt_len ? PROMPT_RECENT : RECENT};
 }
-// the chunk at a unit of a request's history
-__device__ __forceinline__ u32 chunk_at(const Request& request, int unit) {
-  const int count = request.end_chunk() - request.first_chunk();
-  return request.first_chunk() + (int)((long long)unit * count / request.history_units());
+// the first chunk, or tile of the band, at or after a unit of a request's history, or band
+__device__ __forceinline__ int chunk_at(const Request& request, int unit) {
+  return request.first_chunk() + max(unit - HISTORY_UNITS + CHUNK_UNITS - 1, 0) / CHUNK_UNITS;
 }
-// a line of so many units and the workers that share it
+__device__ __forceinline__ int tile_at(int unit) { return max(unit - BAND_UNITS + BAND_TILE_UNITS - 1, 0) / BAND_TILE_UNITS; }
+// a line of so many units, of which each worker has a share
 struct Line {
-  int length, workers;
-  __device__ __forceinline__ int start_of(int worker) const { return (int)((long long)worker * length / workers); }
-  __device__ __forceinline__ int worker_at(int unit) const { return (int)(((long long)(unit + 1) * workers - 1) / length); }
+  int length, share, workers;
+  __device__ __forceinline__ int start_of(int worker) const { return min(worker * share, length); }
+  __device__ __forceinline__ int worker_at(int unit) const { return unit / share; }
   // whether a CTA has units of [start, end) alone
   __device__ __forceinline__ bool is_within(int cta, int start, int end) const {
     return (cta + 1) * WARPS <= workers && start_of(cta * WARPS) >= start && start_of((cta + 1) * WARPS) <= end;
   }
 };
-__device__ __forceinline__ Line make_line(int length, int ctas) { return {length, min(length, ctas * WARPS)}; }
+__device__ __forceinline__ Line make_line(int length, int ctas) {
+  const int share = max(1, (length + ctas * WARPS - 1) / (ctas * WARPS));
+  return {length, share, (length + share - 1) / share};
+}
 // entries of partial results: [band, history][KV head][worker + request], then [KV head][CTA]
 __device__ __forceinline__ long long worker_entry(bool is_history, int h, int heads, int ctas, int num_requests) {
   return ((long long)is_history * heads + h) * (ctas * WARPS + num_requests);

@@ -1,8 +1,9 @@
 """Paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
-and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches, which on capability
-9.0 and up begin before the one ahead of them has ended: ops/decode_fold.cu, ops/decode_attend.cu, ops/decode_merge.cu.
+and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches, of which on capability
+9.0 and up the second and the third begin before the one ahead of them has ended: ops/decode_fold.cu,
+ops/decode_attend.cu, ops/decode_merge.cu.
 The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
 cannot express.
 """
@@ -40,18 +41,19 @@ class Constants(NamedTuple):
     """What the kernels are compiled for, besides the device.
 
     Args:
-        head_size, group: of the model; group: query heads per KV head.
+        head_size, num_kv_heads, group: of the model; group: query heads per KV head.
         dtype: of queries.
         is_e5m2: type of the centroids.
         sink, recent, prompt_recent, band_block: tokens of the band and of one of its blocks.
         has_cap: whether logits have a soft cap.
         sink_dtype: of learned sinks; None where there are none.
         output_dtype: of the result.
-        is_small: whether every request has a CTA of its own in the first and the third launch, and a worker takes less
-            of its history at a time in the second.
+        is_small: whether every request has a CTA of its own in the third launch, and a worker takes less of its history
+            at a time in the second.
     """
 
     head_size: int
+    num_kv_heads: int
     group: int
     dtype: torch.dtype
     is_e5m2: bool
@@ -66,8 +68,13 @@ class Constants(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """Requests of a CTA in the first and the third launch."""
+        """Requests of a CTA in the third launch."""
         return 1 if self.is_small else max(1, _TILE_ROWS // self.padded_group)
+
+    @property
+    def fold_heads(self) -> int:
+        """KV heads of a CTA in the first launch."""
+        return 2 if self.num_kv_heads % 2 == 0 and self.head_size <= 128 else 1
 
     @property
     def padded_group(self) -> int:
@@ -138,6 +145,7 @@ def launch_decode(
         require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
     constants = Constants(
         head_size=size,
+        num_kv_heads=heads,
         group=heads_per_kv_head(query.shape[1], heads),
         dtype=query.dtype,
         is_e5m2=history.tables.is_e5m2,
@@ -151,10 +159,10 @@ def launch_decode(
         is_small=num_requests * heads <= _processors(query.device),
     )
     kernels = _compiled(constants, query.device)
-    small_grid = (-(-num_requests // constants.requests), heads, 1)
+    fold_heads = constants.fold_heads
     kernels.fold(
-        grid=small_grid,
-        block=(_SMALL_THREADS, 1, 1),
+        grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads // fold_heads, 1),
+        block=(_SMALL_THREADS * fold_heads, 1, 1),
         args=[
             query,
             codec.key_mean,
@@ -197,7 +205,7 @@ def launch_decode(
         shared_mem=_shared_bytes(size, _num_copies(size, query.device), num_requests),
     )
     kernels.merge(
-        grid=small_grid,
+        grid=(-(-num_requests // constants.requests), heads, 1),
         block=(_SMALL_THREADS, 1, 1),
         args=[
             partial_output,
@@ -239,6 +247,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "GROUP": constants.group,
         "PADDED": constants.padded_group,
         "REQUESTS": constants.requests,
+        "FOLD_HEADS": constants.fold_heads,
         "WARPS": _WARPS[constants.head_size],
         "CHUNK": 32 if constants.is_small else 64,
         "COPIES": copies,
@@ -254,7 +263,11 @@ def _compiled(constants: Constants, device: torch.device) -> _Kernels:
     return _Kernels(
         *(
             nvrtc.compile_kernel(
-                source(name, constants, copies), f"decode_{name}", device, shared_bytes.get(name, 0), overlaps=True
+                source(name, constants, copies),
+                f"decode_{name}",
+                device,
+                shared_bytes.get(name, 0),
+                overlaps=name != "fold",
             )
             for name in _Kernels._fields
         )

@@ -1,12 +1,13 @@
 // The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16 relative to its largest element, and q·k̄.
 //
-// Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns; R_K^{-T} is split into bf16 terms on the way, and
-// is there before the query is. A lane's four k of a step are neighbours, for both operands alike. Padded rows of a batch are
+// Grid (requests in tiles of 16 rows, FOLD_HEADS KV heads): few CTAs, as those of the second launch wait for their
+// multiprocessors. A warp has D / 8 columns; R_K^{-T} is split into bf16 terms on the way.
+// A lane's four k of a step are neighbours, for both operands alike. Padded rows of a batch are
 // computed like others, and not used.
 //
-// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA.
+// Macros: those of decode_common.cuh, PADDED group, a power of two; FOLD_HEADS.
 
-#define THREADS 256
+#define REQUESTS (16 / PADDED)
 #define COLUMN_TILES (D / 64)
 #define QUERY_TERMS (3 - TYPE)
 #define MATRIX_TERMS 3
@@ -34,12 +35,14 @@ __device__ __forceinline__ void load_query(float (&x)[4], const Query* p) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
+extern "C" __global__ void __launch_bounds__(256 * FOLD_HEADS) decode_fold(
     const Query* query, const float* mean, const float* inverse, u16* folded, float* row_scales,
     int num_requests, int query_stride_t, int query_stride_h) {
-  __shared__ float largest[8][16];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  const int h = blockIdx.y, heads = gridDim.y;
+  __shared__ float all_largest[FOLD_HEADS][8][16];
+  let_next_launch_begin();
+  const int thread = threadIdx.x % 256, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
+  const int own_head = threadIdx.x / 256, h = blockIdx.y * FOLD_HEADS + own_head, heads = gridDim.y * FOLD_HEADS;
+  float (&largest)[8][16] = all_largest[own_head];
   const float* matrix = inverse + (long long)h * D * D + warp * 8 * COLUMN_TILES + row * COLUMN_TILES;
   // D = 256 has too many for the registers
   constexpr int AHEAD = D <= 128 ? STEPS : 2;
@@ -48,8 +51,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
   for (int step = 0; step < AHEAD; step++)
 #pragma unroll
     for (int i = 0; i < 4; i++) load_columns(loaded[step][i], matrix + (16 * step + 4 * quad + i) * D);
-  wait_for_previous_launch();
-  let_next_launch_begin();
 
   long long pairs[2];
   bool is_row[2];
@@ -61,11 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
     pairs[half] = (long long)r * heads + h;
     rows[half] = query + (is_row[half] ? (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h : 0);
   }
-  float c[COLUMN_TILES][4], offset[2] = {0, 0};
+  // of even and of odd steps: two short chains
+  float sums[2][COLUMN_TILES][4], offset[2] = {0, 0};
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) c[j][k] = 0.0f;
+    for (int k = 0; k < 4; k++) sums[0][j][k] = sums[1][j][k] = 0.0f;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     const int first = 16 * step + 4 * quad;
@@ -96,9 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_fold(
       for (int s = 0; s < QUERY_TERMS; s++)
 #pragma unroll
         for (int t = 0; t < MATRIX_TERMS - s; t++)
-          multiply_bf16(c[j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
+          multiply_bf16(sums[step % 2][j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
     }
   }
+  float c[COLUMN_TILES][4];
+#pragma unroll
+  for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) c[j][k] = sums[0][j][k] + sums[1][j][k];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     float top = 0.0f;

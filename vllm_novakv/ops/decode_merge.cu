@@ -74,10 +74,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   const float* matrix = rotation + ((long long)h * D + warp * 8 * COLUMN_TILES + row) * D + 4 * quad;
   constexpr int AHEAD = D <= 128 ? STEPS : 2;
   float4 loaded[COLUMN_TILES][AHEAD];
+  u32 bits = 0;
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
-    for (int step = 0; step < AHEAD; step++) loaded[j][step] = __ldg((const float4*)(matrix + 8 * j * D + 16 * step));
+    for (int step = 0; step < AHEAD; step++) {
+      loaded[j][step] = __ldg((const float4*)(matrix + 8 * j * D + 16 * step));
+      bits ^= __float_as_uint(loaded[j][step].x);
+    }
+  let_arrive(bits);
   wait_for_previous_launch();
   let_next_launch_begin();
 
@@ -154,12 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     denominators[thread] = x > 0.0f ? x : 1.0f;
   }
   __syncthreads();
-  // 3. rotate
-  float c[COLUMN_TILES][4];
+  // 3. rotate; sums of even and of odd steps: two short chains
+  float c[2][COLUMN_TILES][4];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) c[j][k] = 0.0f;
+    for (int k = 0; k < 4; k++) c[0][j][k] = c[1][j][k] = 0.0f;
 #pragma unroll
   for (int step = 0; step < STEPS; step++) {
     u32 a[2][2][TERMS];
@@ -180,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
       for (int s = 0; s < TERMS; s++)
 #pragma unroll
         for (int t = 0; t < TERMS - s; t++)
-          multiply_bf16(c[j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
+          multiply_bf16(c[step % 2][j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
     }
   }
 #pragma unroll
@@ -192,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++) {
       const int column = (warp * COLUMN_TILES + j) * 8 + 2 * quad;
-      const float x = (c[j][2 * half] + sums[0][n * TEAMS][column]) * factor;
-      const float y = (c[j][2 * half + 1] + sums[0][n * TEAMS][column + 1]) * factor;
+      const float x = (c[0][j][2 * half] + c[1][j][2 * half] + sums[0][n * TEAMS][column]) * factor;
+      const float y = (c[0][j][2 * half + 1] + c[1][j][2 * half + 1] + sums[0][n * TEAMS][column + 1]) * factor;
 #if OUTPUT_TYPE == 0
       *(float2*)((float*)output + place + column) = {x, y};
 #elif OUTPUT_TYPE == 1
