@@ -1,9 +1,9 @@
 """Paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
-and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches, of which on capability
-9.0 and up the second and the third begin before the one ahead of them has ended: ops/decode_fold.cu,
-ops/decode_attend.cu, ops/decode_merge.cu.
+and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches: ops/decode_fold.cu,
+ops/decode_attend.cu, ops/decode_merge.cu; on capability 9.0 and up the second and the third begin before the one ahead
+of them has ended.
 The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
 cannot express.
 """
@@ -33,7 +33,7 @@ _WARPS = {64: 16, 128: 12, 256: 8}
 
 _TILE_ROWS = 16
 _SLOTS = 4
-_SMALL_THREADS = 256
+_FOLD_THREADS = 256
 _HOPPER_SHARED_BYTES = 227 * 1024
 
 
@@ -70,6 +70,11 @@ class Constants(NamedTuple):
     def requests(self) -> int:
         """Requests of a CTA in the third launch."""
         return 1 if self.is_small else max(1, _TILE_ROWS // self.padded_group)
+
+    @property
+    def merge_threads(self) -> int:
+        """Threads of a CTA in the third launch."""
+        return 512 if self.is_small and self.head_size <= 128 else 256
 
     @property
     def fold_heads(self) -> int:
@@ -162,7 +167,7 @@ def launch_decode(
     fold_heads = constants.fold_heads
     kernels.fold(
         grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads // fold_heads, 1),
-        block=(_SMALL_THREADS * fold_heads, 1, 1),
+        block=(_FOLD_THREADS * fold_heads, 1, 1),
         args=[
             query,
             codec.key_mean,
@@ -206,7 +211,7 @@ def launch_decode(
     )
     kernels.merge(
         grid=(-(-num_requests // constants.requests), heads, 1),
-        block=(_SMALL_THREADS, 1, 1),
+        block=(constants.merge_threads, 1, 1),
         args=[
             partial_output,
             partial_weights,
@@ -247,6 +252,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "GROUP": constants.group,
         "PADDED": constants.padded_group,
         "REQUESTS": constants.requests,
+        "MERGE_THREADS": constants.merge_threads,
         "FOLD_HEADS": constants.fold_heads,
         "WARPS": _WARPS[constants.head_size],
         "CHUNK": 32 if constants.is_small else 64,

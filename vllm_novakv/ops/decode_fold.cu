@@ -25,43 +25,54 @@ __device__ __forceinline__ void load_columns(float (&x)[COLUMN_TILES], const flo
 #endif
 }
 // four neighbours of a query
-__device__ __forceinline__ void load_query(float (&x)[4], const Query* p) {
+__device__ __forceinline__ float4 load_query(const Query* p) {
 #if TYPE == 0
-  const float4 y = *(const float4*)p;
-  x[0] = y.x; x[1] = y.y; x[2] = y.z; x[3] = y.w;
+  return *(const float4*)p;
 #else
-  const uint2 y = *(const uint2*)p;
-  x[0] = number((u16)y.x); x[1] = number((u16)(y.x >> 16)); x[2] = number((u16)y.y); x[3] = number((u16)(y.y >> 16));
+  const uint2 x = *(const uint2*)p;
+  return {number((u16)x.x), number((u16)(x.x >> 16)), number((u16)x.y), number((u16)(x.y >> 16))};
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(256 * FOLD_HEADS) decode_fold(
     const Query* query, const float* mean, const float* inverse, u16* folded, float* row_scales,
     int num_requests, int query_stride_t, int query_stride_h) {
+  // rows 16 bytes more than a multiple of 128, so that 8 of them lie on banks of their own
+  __shared__ float4 all_queries[FOLD_HEADS][16][D / 4 + 1];
   __shared__ float all_largest[FOLD_HEADS][8][16];
   let_next_launch_begin();
   const int thread = threadIdx.x % 256, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int own_head = threadIdx.x / 256, h = blockIdx.y * FOLD_HEADS + own_head, heads = gridDim.y * FOLD_HEADS;
+  float4 (&queries)[16][D / 4 + 1] = all_queries[own_head];
   float (&largest)[8][16] = all_largest[own_head];
+  // all that comes from memory is asked for at once
+  constexpr int QUERY_LOADS = 16 * D / 4 / 256;
+  float4 loaded_query[QUERY_LOADS];
+#pragma unroll
+  for (int i = 0; i < QUERY_LOADS; i++) {
+    const int m = (i * 256 + thread) / (D / 4), r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
+    loaded_query[i] = {0, 0, 0, 0};
+    if (head < GROUP && r < num_requests)
+      loaded_query[i] = load_query(query + (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h +
+                                   thread % (D / 4) * 4);
+  }
   const float* matrix = inverse + (long long)h * D * D + warp * 8 * COLUMN_TILES + row * COLUMN_TILES;
   // D = 256 has too many for the registers
   constexpr int AHEAD = D <= 128 ? STEPS : 2;
   float loaded[AHEAD][4][COLUMN_TILES];
+  u32 bits = 0;
 #pragma unroll
   for (int step = 0; step < AHEAD; step++)
 #pragma unroll
-    for (int i = 0; i < 4; i++) load_columns(loaded[step][i], matrix + (16 * step + 4 * quad + i) * D);
-
-  long long pairs[2];
-  bool is_row[2];
-  const Query* rows[2];
+    for (int i = 0; i < 4; i++) {
+      load_columns(loaded[step][i], matrix + (16 * step + 4 * quad + i) * D);
+      bits ^= __float_as_uint(loaded[step][i][0]);
+    }
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int m = row + 8 * half, r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
-    is_row[half] = m < REQUESTS * PADDED && head < GROUP && r < num_requests;
-    pairs[half] = (long long)r * heads + h;
-    rows[half] = query + (is_row[half] ? (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h : 0);
-  }
+  for (int i = 0; i < QUERY_LOADS; i++) queries[(i * 256 + thread) / (D / 4)][thread % (D / 4)] = loaded_query[i];
+  let_arrive(bits);
+  __syncthreads();
+
   // of even and of odd steps: two short chains
   float sums[2][COLUMN_TILES][4], offset[2] = {0, 0};
 #pragma unroll
@@ -75,11 +86,10 @@ extern "C" __global__ void __launch_bounds__(256 * FOLD_HEADS) decode_fold(
     u32 a[2][2][QUERY_TERMS];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      float x[4] = {0, 0, 0, 0};
-      if (is_row[half]) load_query(x, rows[half] + first);
-      offset[half] += x[0] * k_mean.x + x[1] * k_mean.y + x[2] * k_mean.z + x[3] * k_mean.w;
-      split_pair(x[0], x[1], a[half][0]);
-      split_pair(x[2], x[3], a[half][1]);
+      const float4 x = queries[row + 8 * half][4 * step + quad];
+      offset[half] += x.x * k_mean.x + x.y * k_mean.y + x.z * k_mean.z + x.w * k_mean.w;
+      split_pair(x.x, x.y, a[half][0]);
+      split_pair(x.z, x.w, a[half][1]);
     }
     float y[4][COLUMN_TILES];
 #pragma unroll
@@ -121,15 +131,16 @@ extern "C" __global__ void __launch_bounds__(256 * FOLD_HEADS) decode_fold(
   __syncthreads();
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (!is_row[half]) continue;
-    const int head = (row + 8 * half) % PADDED;
+    const int m = row + 8 * half, r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
+    if (head >= GROUP || r >= num_requests) continue;
+    const long long pair = (long long)r * heads + h;
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) top = fmaxf(top, largest[i][row + 8 * half]);
     top = top > 0.0f ? top : 1.0f;
     if (warp == 0 && quad == 0) {
-      row_scales[pairs[half] * 2 * GROUP + head] = top;
-      row_scales[pairs[half] * 2 * GROUP + GROUP + head] = offset[half];
+      row_scales[pair * 2 * GROUP + head] = top;
+      row_scales[pair * 2 * GROUP + GROUP + head] = offset[half];
     }
     // the lane's columns are neighbours
     float x[2 * COLUMN_TILES];
@@ -137,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(256 * FOLD_HEADS) decode_fold(
     for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
       for (int k = 0; k < 2; k++) x[k * COLUMN_TILES + j] = c[j][2 * half + k] / top;
-    u32* target = (u32*)(folded + (pairs[half] * GROUP + head) * D + warp * 8 * COLUMN_TILES + 2 * quad * COLUMN_TILES);
+    u32* target = (u32*)(folded + (pair * GROUP + head) * D + warp * 8 * COLUMN_TILES + 2 * quad * COLUMN_TILES);
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES; i++) target[i] = pack_half(x[2 * i], x[2 * i + 1]);
   }

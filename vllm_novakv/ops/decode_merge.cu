@@ -4,12 +4,12 @@
 // Grid (requests in tiles of up to 16 rows, KV head). A team of 16 threads has a row's dims; where the rows are fewer than
 // 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are.
 //
-// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA, HAS_SINKS, SINK_TYPE and OUTPUT_TYPE
+// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS and MERGE_THREADS of a CTA, HAS_SINKS, SINK_TYPE and OUTPUT_TYPE
 // as TYPE.
 
-#define THREADS 256
+#define THREADS MERGE_THREADS
 #define MERGED_ROWS (REQUESTS * PADDED)
-#define TEAMS (16 / MERGED_ROWS)
+#define TEAMS (THREADS / 16 / MERGED_ROWS)
 #define VECTORS (D / 64)
 #define PITCH (D + 4)
 #define COLUMN_TILES (D / 64)
@@ -67,14 +67,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     const float* partial, const float* weights, const int* starts, const float* rotation, const Sink* sinks,
     const int* seq_lens, const int* prompt_lens, void* output, int num_requests, int ctas, int output_stride_t,
     int output_stride_h) {
-  __shared__ float sums[2][16][PITCH];
-  __shared__ float tops[16], totals[16], denominators[16];
+  __shared__ float sums[2][THREADS / 16][PITCH];
+  __shared__ float tops[THREADS / 16], totals[THREADS / 16], denominators[16];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int h = blockIdx.y, heads = gridDim.y;
   const float* matrix = rotation + ((long long)h * D + warp * 8 * COLUMN_TILES + row) * D + 4 * quad;
   constexpr int AHEAD = D <= 128 ? STEPS : 2;
   float4 loaded[COLUMN_TILES][AHEAD];
   u32 bits = 0;
+  // the first 8 warps rotate
+  if (warp < 8)
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
@@ -159,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     denominators[thread] = x > 0.0f ? x : 1.0f;
   }
   __syncthreads();
+  if (warp >= 8) return;
   // 3. rotate; sums of even and of odd steps: two short chains
   float c[2][COLUMN_TILES][4];
 #pragma unroll
