@@ -414,7 +414,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
   for (int i = 0; i < BOOK_LOADS; i++)
     if (i * THREADS + thread < STEPS * 256)
 #pragma unroll
-      for (int copy = 0; copy < COPIES; copy++) ((uint4*)book)[(i * THREADS + thread) * COPIES + copy] = words[i];
+      // neighbouring lanes begin with different copies, so that they write to banks of their own
+      for (int copy = 0; copy < COPIES; copy++)
+        ((uint4*)book)[(i * THREADS + thread) * COPIES + (copy + lane * COPIES / 8) % COPIES] = words[i];
   __syncthreads();
   const Line line = make_line(length, ctas);
   const int worker = cta * WARPS + warp, line_end = line.start_of(worker + 1);

@@ -49,12 +49,81 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 #endif
+// two numbers as TERMS pairs of bf16 whose sums they are; with the last term all bits of an f32 are out at three
+template <int TERMS> __device__ __forceinline__ void split_pair(float x, float y, u32 (&terms)[TERMS]) {
+#pragma unroll
+  for (int i = 0; i < TERMS; i++) {
+    const u32 low = __float_as_uint(x) & 0xFFFF0000, high = __float_as_uint(y) & 0xFFFF0000;
+    terms[i] = __byte_perm(low, high, 0x7632);
+    x -= __uint_as_float(low);
+    y -= __uint_as_float(high);
+  }
+}
 // Loads stay ahead of a wait, where the compiler would move them, if something there depends on them. What does is
 // harmless, as a launch that may begin already can be told so again.
 __device__ __forceinline__ void let_arrive(u32 bits_of_all) {
   if (bits_of_all == 1) let_next_launch_begin();
 }
-
+// A [D, D] matrix as B operands of three bf16 terms, [D / 8 column tiles][words in fours][32 lanes][4], 6 words of a lane
+// and step of 16 rows: of each term that of rows 2 quad, 2 quad + 1 and that of both + 8.
+#define MATRIX_LOADS (STEPS * 6 / 4)
+// loads that a lane's registers hold at a time, of COLUMN_TILES column tiles
+#define MATRIX_AHEAD (D <= 128 ? MATRIX_LOADS : 6)
+#define COLUMN_TILES (D / 64)
+struct Matrix {
+  const uint4* terms;
+  uint4 words[COLUMN_TILES][MATRIX_AHEAD];
+  // the part of a head's matrix that warp `warp` of 8 multiplies by
+  __device__ __forceinline__ Matrix(const uint4* all, int h, int warp, int lane)
+      : terms(all + ((h * (D / 8) + warp * COLUMN_TILES) * MATRIX_LOADS) * 32 + lane) {}
+  __device__ __forceinline__ void load(int part) {
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int i = 0; i < MATRIX_AHEAD; i++)
+        words[j][i] = __ldg(terms + (j * MATRIX_LOADS + part * MATRIX_AHEAD + i) * 32);
+  }
+  __device__ __forceinline__ u32 bits() const {
+    u32 x = 0;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int i = 0; i < MATRIX_AHEAD; i++) x ^= words[j][i].x;
+    return x;
+  }
+  // c += a b for what is loaded; a of row `row` and `row` + 8, float2 (step, lower or upper 8, half); TERMS terms of a, of
+  // whose products with those of b the ones are taken that a sum of LEVELS terms shows
+  template <int TERMS, int LEVELS, class Rows>
+  __device__ __forceinline__ void multiply(float (&c)[2][COLUMN_TILES][4], int part, Rows rows) const {
+    constexpr int PART_STEPS = MATRIX_AHEAD * 4 / 6;
+#pragma unroll
+    for (int step = 0; step < PART_STEPS; step++) {
+      u32 a[2][2][TERMS];
+#pragma unroll
+      for (int upper = 0; upper < 2; upper++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float2 x = rows(part * PART_STEPS + step, upper, half);
+          split_pair(x.x, x.y, a[upper][half]);
+        }
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) {
+        u32 b[6];
+#pragma unroll
+        for (int i = 0; i < 6; i++) {
+          const uint4& own = words[j][(6 * step + i) / 4];
+          b[i] = (6 * step + i) % 4 == 0 ? own.x : (6 * step + i) % 4 == 1 ? own.y : (6 * step + i) % 4 == 2 ? own.z : own.w;
+        }
+        // sums of even and of odd steps: two short chains
+#pragma unroll
+        for (int s = 0; s < TERMS; s++)
+#pragma unroll
+          for (int t = 0; t < LEVELS - s; t++)
+            multiply_bf16(c[step % 2][j], a[0][0][s], a[0][1][s], a[1][0][s], a[1][1][s], b[2 * t], b[2 * t + 1]);
+      }
+    }
+  }
+};
 #if TYPE == 0
 typedef float Query;
 #else
@@ -69,17 +138,6 @@ __device__ __forceinline__ float number(Query x) {
   return __uint_as_float((u32)x << 16);
 #endif
 }
-// two numbers as TERMS pairs of bf16 whose sums they are; with the last term all bits of an f32 are out at three
-template <int TERMS> __device__ __forceinline__ void split_pair(float x, float y, u32 (&terms)[TERMS]) {
-#pragma unroll
-  for (int i = 0; i < TERMS; i++) {
-    const u32 low = __float_as_uint(x) & 0xFFFF0000, high = __float_as_uint(y) & 0xFFFF0000;
-    terms[i] = __byte_perm(low, high, 0x7632);
-    x -= __uint_as_float(low);
-    y -= __uint_as_float(high);
-  }
-}
-
 // one request: tiles of its band, [sink | recent], and the chunks of its history that are not all band
 struct Request {
   int seq_len, window;

@@ -41,7 +41,7 @@ class Constants(NamedTuple):
     """What the kernels are compiled for, besides the device.
 
     Args:
-        head_size, num_kv_heads, group: of the model; group: query heads per KV head.
+        head_size, group: of the model; group: query heads per KV head.
         dtype: of queries.
         is_e5m2: type of the centroids.
         sink, recent, prompt_recent, band_block: tokens of the band and of one of its blocks.
@@ -53,7 +53,6 @@ class Constants(NamedTuple):
     """
 
     head_size: int
-    num_kv_heads: int
     group: int
     dtype: torch.dtype
     is_e5m2: bool
@@ -75,11 +74,6 @@ class Constants(NamedTuple):
     def merge_threads(self) -> int:
         """Threads of a CTA in the third launch."""
         return 512 if self.is_small and self.head_size <= 128 else 256
-
-    @property
-    def fold_heads(self) -> int:
-        """KV heads of a CTA in the first launch."""
-        return 2 if self.num_kv_heads % 2 == 0 and self.head_size <= 128 else 1
 
     @property
     def padded_group(self) -> int:
@@ -150,7 +144,6 @@ def launch_decode(
         require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
     constants = Constants(
         head_size=size,
-        num_kv_heads=heads,
         group=heads_per_kv_head(query.shape[1], heads),
         dtype=query.dtype,
         is_e5m2=history.tables.is_e5m2,
@@ -164,14 +157,13 @@ def launch_decode(
         is_small=num_requests * heads <= _processors(query.device),
     )
     kernels = _compiled(constants, query.device)
-    fold_heads = constants.fold_heads
     kernels.fold(
-        grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads // fold_heads, 1),
-        block=(_FOLD_THREADS * fold_heads, 1, 1),
+        grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads, 1),
+        block=(_FOLD_THREADS, 1, 1),
         args=[
             query,
             codec.key_mean,
-            codec.key_transform_inv_t,
+            history.tables.inverse_terms,
             folded,
             row_scales,
             num_requests,
@@ -216,7 +208,7 @@ def launch_decode(
             partial_output,
             partial_weights,
             line_starts,
-            codec.value_transform,
+            history.tables.rotation_terms,
             query if sinks is None else sinks,
             seq_lens,
             prompt_lens,
@@ -253,7 +245,6 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "PADDED": constants.padded_group,
         "REQUESTS": constants.requests,
         "MERGE_THREADS": constants.merge_threads,
-        "FOLD_HEADS": constants.fold_heads,
         "WARPS": _WARPS[constants.head_size],
         "CHUNK": 32 if constants.is_small else 64,
         "COPIES": copies,

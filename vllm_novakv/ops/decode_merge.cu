@@ -11,8 +11,7 @@
 #define MERGED_ROWS (REQUESTS * PADDED)
 #define TEAMS (THREADS / 16 / MERGED_ROWS)
 #define VECTORS (D / 64)
-#define PITCH (D + 4)
-#define COLUMN_TILES (D / 64)
+#define PITCH (D + 8)
 // bf16 terms of a sum and of a transform; a 16-bit result does not show the third
 #define TERMS (OUTPUT_TYPE == 0 ? 3 : 2)
 
@@ -64,27 +63,17 @@ typedef void Sink;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
-    const float* partial, const float* weights, const int* starts, const float* rotation, const Sink* sinks,
+    const float* partial, const float* weights, const int* starts, const uint4* rotation_terms, const Sink* sinks,
     const int* seq_lens, const int* prompt_lens, void* output, int num_requests, int ctas, int output_stride_t,
     int output_stride_h) {
   __shared__ float sums[2][THREADS / 16][PITCH];
   __shared__ float tops[THREADS / 16], totals[THREADS / 16], denominators[16];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int h = blockIdx.y, heads = gridDim.y;
-  const float* matrix = rotation + ((long long)h * D + warp * 8 * COLUMN_TILES + row) * D + 4 * quad;
-  constexpr int AHEAD = D <= 128 ? STEPS : 2;
-  float4 loaded[COLUMN_TILES][AHEAD];
-  u32 bits = 0;
   // the first 8 warps rotate
-  if (warp < 8)
-#pragma unroll
-  for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-    for (int step = 0; step < AHEAD; step++) {
-      loaded[j][step] = __ldg((const float4*)(matrix + 8 * j * D + 16 * step));
-      bits ^= __float_as_uint(loaded[j][step].x);
-    }
-  let_arrive(bits);
+  Matrix matrix(rotation_terms, h, warp % 8, lane);
+  matrix.load(0);
+  let_arrive(matrix.bits());
   wait_for_previous_launch();
   let_next_launch_begin();
 
@@ -162,34 +151,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   }
   __syncthreads();
   if (warp >= 8) return;
-  // 3. rotate; sums of even and of odd steps: two short chains
+  // 3. rotate
   float c[2][COLUMN_TILES][4];
 #pragma unroll
   for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
     for (int k = 0; k < 4; k++) c[0][j][k] = c[1][j][k] = 0.0f;
 #pragma unroll
-  for (int step = 0; step < STEPS; step++) {
-    u32 a[2][2][TERMS];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float4 x = {0, 0, 0, 0};
-      if (row + 8 * half < MERGED_ROWS) x = *(const float4*)&sums[1][(row + 8 * half) * TEAMS][16 * step + 4 * quad];
-      split_pair(x.x, x.y, a[half][0]);
-      split_pair(x.z, x.w, a[half][1]);
-    }
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++) {
-      const float4 y = step < AHEAD ? loaded[j][step % AHEAD] : __ldg((const float4*)(matrix + 8 * j * D + 16 * step));
-      u32 b[2][TERMS];
-      split_pair(y.x, y.y, b[0]);
-      split_pair(y.z, y.w, b[1]);
-#pragma unroll
-      for (int s = 0; s < TERMS; s++)
-#pragma unroll
-        for (int t = 0; t < TERMS - s; t++)
-          multiply_bf16(c[step % 2][j], a[0][0][s], a[1][0][s], a[0][1][s], a[1][1][s], b[0][t], b[1][t]);
-    }
+  for (int part = 0; part < MATRIX_LOADS / MATRIX_AHEAD; part++) {
+    if (part > 0) matrix.load(part);
+    matrix.multiply<TERMS, TERMS>(c, part, [&](int step, int upper, int half) {
+      const int n = row + 8 * half;
+      return n < MERGED_ROWS ? *(const float2*)&sums[1][n * TEAMS][16 * step + 8 * upper + 2 * quad] : float2{0, 0};
+    });
   }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
