@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
   const u8* const head_cache = cache + (long long)h * head_stride_16 * 16;
   const long long block_bytes = (long long)block_stride_16 * 16;
   const Lines lines(lane);
-  int place = line.start_of(worker), r = 0;
+  int place = line.start_of(worker), r = 0, ahead_chunk = -1, ahead_block = 0;
   if (has_work) {
     // the last request that begins at or before our place
     for (int high = num_requests; high - r > 1;) {
@@ -435,9 +435,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const Request request = request_in(lengths[r]);
     const int unit = place - starts[r] - request.band_units();
     if (unit >= 0) {
-      const u32 chunk = min(chunk_at(request, unit), (request.seq_len - 1) / CHUNK);
-      const int block = block_table[(long long)r * block_table_stride + chunk / BLOCK_CHUNKS];
-      lines.prefetch_chunk(head_cache + block * block_bytes, chunk % BLOCK_CHUNKS * CHUNK, lane);
+      ahead_chunk = min(chunk_at(request, unit), (request.seq_len - 1) / CHUNK);
+      ahead_block = block_table[(long long)r * block_table_stride + ahead_chunk / BLOCK_CHUNKS];
+      lines.prefetch_chunk(head_cache + ahead_block * block_bytes, ahead_chunk % BLOCK_CHUNKS * CHUNK, lane);
     }
   }
   wait_for_previous_launch();
@@ -502,7 +502,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     u32 indices[CHUNK_TILES][2][STEPS / 4], cells[CHUNK_TILES][D / 32], rho_words[CHUNK_ROWS / 2], s_words[CHUNK_ROWS / 2];
     if (chunk < end_chunk) {
       const u32 first = chunk % BLOCK_CHUNKS * CHUNK;
-      block = head_cache + blocks[chunk / BLOCK_CHUNKS] * block_bytes;
+      block = head_cache + (chunk == ahead_chunk ? ahead_block : blocks[chunk / BLOCK_CHUNKS]) * block_bytes;
+      // it may be a number of another request
+      ahead_chunk = -1;
       following_block = blocks[min(chunk / BLOCK_CHUNKS + 1, last_block)];
       load_indices(indices, block, first, row, quad);
       load_scales(rho_words, s_words, block, first, row);

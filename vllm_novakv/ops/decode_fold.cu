@@ -18,7 +18,7 @@ __device__ __forceinline__ float4 load_query(const Query* p) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256) decode_fold(
+extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
     const Query* query, const float* mean, const uint4* inverse_terms, u16* folded, float* row_scales,
     int num_requests, int query_stride_t, int query_stride_h) {
   // rows 32 bytes more than a multiple of 128, so that 4 of them lie on banks of their own

@@ -96,31 +96,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   float4 sum[2][VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) sum[0][v] = sum[1][v] = {0, 0, 0, 0};
-#pragma unroll
-  for (int is_history = 0; is_history < 2; is_history++) {
-    // the band's parts, then the history's, dealt out in one order
-    const int begin = is_history ? num_band : 0, end = is_history ? num_parts : num_band;
-    const int behind = (share - begin % TEAMS + TEAMS) % TEAMS;
 #pragma unroll 4
-    for (int i = begin + behind; i < end; i += TEAMS) {
-      const long long entry = parts.entry(i);
-      const float* weight = weights + entry * 2 * GROUP + head;
-      const float4* values = (const float4*)(partial + (entry * GROUP + head) * D) + member;
-      const float part_total = weight[GROUP], part_top = part_total > 0.0f ? weight[0] : MASKED;
-      const float larger = fmaxf(top, part_top), decay = exp2_fast(top - larger);
-      const float factor = part_total > 0.0f ? exp2_fast(part_top - larger) : 0.0f;
-      top = larger;
-      total = total * decay + part_total * factor;
+  for (int i = share; i < num_parts; i += TEAMS) {
+    const long long entry = parts.entry(i);
+    const float* weight = weights + entry * 2 * GROUP + head;
+    const float4* values = (const float4*)(partial + (entry * GROUP + head) * D) + member;
+    const float part_total = weight[GROUP], part_top = part_total > 0.0f ? weight[0] : MASKED;
+    const float larger = fmaxf(top, part_top), decay = exp2_fast(top - larger);
+    const float factor = part_total > 0.0f ? exp2_fast(part_top - larger) : 0.0f;
+    const float of_band = i < num_band ? factor : 0.0f, of_history = factor - of_band;
+    top = larger;
+    total = total * decay + part_total * factor;
 #pragma unroll
-      for (int v = 0; v < VECTORS; v++) {
-        const float4 x = values[16 * v];
-        float4& y = sum[is_history][v];
-        y = {y.x * decay + factor * x.x, y.y * decay + factor * x.y, y.z * decay + factor * x.z, y.w * decay + factor * x.w};
-        if (is_history) {
-          float4& z = sum[0][v];
-          z = {z.x * decay, z.y * decay, z.z * decay, z.w * decay};
-        }
-      }
+    for (int v = 0; v < VECTORS; v++) {
+      const float4 x = values[16 * v];
+      float4 &y = sum[0][v], &z = sum[1][v];
+      y = {y.x * decay + of_band * x.x, y.y * decay + of_band * x.y, y.z * decay + of_band * x.z, y.w * decay + of_band * x.w};
+      z = {z.x * decay + of_history * x.x, z.y * decay + of_history * x.y, z.z * decay + of_history * x.z,
+           z.w * decay + of_history * x.w};
     }
   }
 #pragma unroll

@@ -18,8 +18,11 @@ from vllm_novakv.ops import nvrtc
 from vllm_novakv.ops.checks import require
 from vllm_novakv.ops.tables import KernelTables
 
-FEW_TOKENS = 256
+FEW_TOKENS = 512
 """With more tokens the tiles fill the GPU, and larger ones read the tables less often."""
+
+_MAX_SHARED_SIZE = 128
+"""Largest head size whose search words fit shared memory."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 
@@ -122,6 +125,7 @@ def _compiled(
 
 
 def _shared_bytes(size: int, shape: Shape) -> int:
-    """The rows as three bf16 terms, and transformed in padded rows of f32."""
+    """The rows as three bf16 terms, and transformed in padded rows of f32; the words of a small tile's search."""
     tokens = 16 * shape.tiles
-    return tokens * size * 2 * 3 + tokens * (size + 4) * 4
+    words = size // 4 * 1024 if shape.tiles == 1 and size <= _MAX_SHARED_SIZE else 0
+    return tokens * size * 2 * 3 + tokens * (size + 4) * 4 + 4 * words
