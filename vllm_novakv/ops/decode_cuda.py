@@ -2,8 +2,8 @@
 
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
 and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches: ops/decode_fold.cu,
-ops/decode_attend.cu, ops/decode_merge.cu; on capability 9.0 and up the second and the third begin before the one ahead
-of them has ended.
+ops/decode_attend.cu, ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended,
+the first while the store of ops/store_cuda.cu is at work.
 The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
 cannot express.
 """
@@ -260,11 +260,7 @@ def _compiled(constants: Constants, device: torch.device) -> _Kernels:
     return _Kernels(
         *(
             nvrtc.compile_kernel(
-                source(name, constants, copies),
-                f"decode_{name}",
-                device,
-                shared_bytes.get(name, 0),
-                overlaps=name != "fold",
+                source(name, constants, copies), f"decode_{name}", device, shared_bytes.get(name, 0), overlaps=True
             )
             for name in _Kernels._fields
         )

@@ -3,6 +3,9 @@
 // Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns. All that comes from memory is asked for at once:
 // the second launch waits for this one. Padded rows of a batch are computed like others, and not used.
 //
+// It may begin while the store ahead of it is at work, and waits for that at its end: queries are older than the store. So
+// are they if another kernel is ahead, which then has ended: it does not let this one begin before.
+//
 // Macros: those of decode_common.cuh, PADDED group, a power of two.
 
 #define REQUESTS (16 / PADDED)
@@ -95,4 +98,6 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++) target[4 * j] = pack_half(c[j][2 * half] / top, c[j][2 * half + 1] / top);
   }
+  // the launch ahead of this one, which may be the store: who waits for this one finds its results, too
+  wait_for_previous_launch();
 }

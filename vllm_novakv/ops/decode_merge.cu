@@ -2,10 +2,11 @@
 // learned sink.
 //
 // Grid (requests in tiles of up to 16 rows, KV head). A team of 16 threads has a row's dims; where the rows are fewer than
-// 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are.
+// 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are. No
+// launch begins before this one has ended: what it writes may be the next one's query.
 //
-// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS and MERGE_THREADS of a CTA, HAS_SINKS, SINK_TYPE and OUTPUT_TYPE
-// as TYPE.
+// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS and MERGE_THREADS of a CTA, HAS_SINKS,
+// SINK_TYPE and OUTPUT_TYPE as TYPE.
 
 #define THREADS MERGE_THREADS
 #define MERGED_ROWS (REQUESTS * PADDED)
@@ -75,7 +76,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   matrix.load(0);
   let_arrive(matrix.bits());
   wait_for_previous_launch();
-  let_next_launch_begin();
 
   // 1. a team's parts; what is not history needs no rotation
   const int team = thread / 16, m = team / TEAMS, share = team % TEAMS, member = thread % 16;

@@ -44,6 +44,12 @@ __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch
 __device__ __forceinline__ void copy_ahead(uint4* target, const uint4* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"((u32)__cvta_generic_to_shared(target)), "l"(source) : "memory");
 }
+// The next launch may begin: it waits for this one's results, see ops/decode_fold.cu.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 // of what the warp copied
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" : : : "memory");
@@ -269,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
     const float* mean, const uint4* key_terms, const u32* words, const uint4* value_terms, int num_slots,
     int key_stride_t, int key_stride_h, int value_stride_t, int value_stride_h, int block_stride_16, int head_stride_16,
     int band_stride_b, int band_stride_h, int band_stride_t) {
+  let_next_launch_begin();
   DYNAMIC_SHARED(uint4, memory);
   // a lane's words of A, by tile, term and step; then the transformed rows
   const Shared shared = {(uint4(*)[3][K_STEPS][32])memory, (float(*)[PITCH])(memory + TILES * 3 * K_STEPS * 32)};
