@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_novakv.artifact import CODEBOOK_DTYPES
 from vllm_novakv.baselines import CacheCodec, Storage
 from vllm_novakv.baselines.nova import KeyScale, NovaKV
 from vllm_novakv.baselines.rotations import hadamard_rotation, rotate
 from vllm_novakv.baselines.scalar import SCALE_BITS, clip_percentile, lloyd_max_levels, quantize_min_max
 from vllm_novakv.calibration.kmeans import SCHEDULE, fit_codebooks
-from vllm_novakv.calibration.pipeline import normalised_samples, sample_positions, snap
+from vllm_novakv.calibration.pipeline import normalised_samples, sample_positions
+from vllm_novakv.codec.codebook import CodebookDtype, snap
 from vllm_novakv.codec.quantizer import VALUE_STEP, LayerCodec, decode_keys, encode_keys, gather_centroids
 from vllm_novakv.codec.transform import key_transforms
 from vllm_novakv.evaluation.analysis.codebooks import spread_centroids
@@ -225,7 +225,7 @@ def trained(
     samples: Tensor,
     seed: int = 0,
     schedule: Sequence[tuple[int, int]] = SCHEDULE,
-    dtype: torch.dtype | None = CODEBOOK_DTYPES["float8_e4m3fn"],
+    dtype: CodebookDtype | None = "float8_e4m3fn",
     is_spread: bool = False,
 ) -> Tensor:
     """Codebooks as a fit trains them, f32 [num_kv_heads, num_groups, num_centroids, group_size].
@@ -382,7 +382,8 @@ CODEBOOKS: Mapping[str, Callable[[LayerData], Tensor]] = {
     "weighted by its root": _weighted(lambda data: data.mass.sqrt()),
     "weighted by output sensitivity": _weighted(lambda data: data.sensitivity),
     "weighted by its fourth root": _weighted(lambda data: data.sensitivity.pow(0.25)),
-    "centroids in e5m2": _book(dtype=CODEBOOK_DTYPES["float8_e5m2"]),
+    "centroids in e5m2": _book(dtype="float8_e5m2"),
+    "centroids of integers": _book(dtype="int8"),
     "centroids in fp32": _book(dtype=None),
 }
 """Codebooks by name, in the artifact's transforms, all trained on the same calibration keys."""

@@ -4,10 +4,9 @@ from functools import cache
 
 import torch
 
+from vllm_novakv.codec.codebook import snap
 from vllm_novakv.codec.quantizer import LayerCodec
 from vllm_novakv.codec.transform import key_transforms, value_transform
-
-FP8_TYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 def generator(seed):
@@ -30,7 +29,7 @@ def moment(vectors):
 
 
 @cache
-def sample_codec(num_heads=2, head_size=64, group_size=4, num_centroids=32, fp8="float8_e4m3fn", seed=0):
+def sample_codec(num_heads=2, head_size=64, group_size=4, num_centroids=32, book="float8_e4m3fn", seed=0):
     """A fitted-looking codec, shared and so read-only: bases from moments, centroids drawn from transformed keys."""
     queries = heavy_vectors(512, num_heads, head_size, seed + 1, decades=2.0)
     keys = heavy_vectors(512, num_heads, head_size, seed + 2)
@@ -46,7 +45,7 @@ def sample_codec(num_heads=2, head_size=64, group_size=4, num_centroids=32, fp8=
         key_transform=bases.key_transform.float(),
         key_transform_inv_t=bases.key_transform_inv_t.float(),
         value_transform=value_transform(moment(values)).float(),
-        codebook=drawn.to(FP8_TYPES[fp8]).float().contiguous(),
+        codebook=snap(drawn.float(), book).contiguous(),
     )
 
 

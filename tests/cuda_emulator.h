@@ -168,6 +168,22 @@ inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, 
 inline void multiply(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
 }
+// m16n8k32, s32 += s8 * s8
+inline void multiply_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  const uint32_t operands[6] = {a0, a1, a2, a3, b0, b1};
+  const int lane = emulator::current % 32, warp = emulator::current - lane, row = lane / 4, quad = lane % 4;
+  memcpy(emulator::words(emulator::current), operands, sizeof operands);
+  emulator::wait_warp();
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 32; k++) {
+      const int owner = k % 16 / 4, upper = k / 16, shift = 8 * (k % 4);
+      const int8_t x = emulator::words(warp + 4 * row + owner)[i / 2 + 2 * upper] >> shift;
+      const int8_t y = emulator::words(warp + 4 * (2 * quad + i % 2) + owner)[4 + upper] >> shift;
+      c[i] += x * y;
+    }
+  emulator::wait_warp();
+}
+inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   for (float& x : c) x = 0.0f;
   multiply(c, a, b0, b1);

@@ -59,7 +59,7 @@ class Scenario:
     cap: float = 0.0
     has_sinks: bool = False
     dtype: torch.dtype = torch.bfloat16
-    fp8: str = "float8_e4m3fn"
+    book: str = "float8_e4m3fn"
     device: str = "cpu"
 
 
@@ -118,7 +118,7 @@ def build(scenario, seed=0):
     s, device = scenario, scenario.device
     query_lens = s.query_lens or (1,) * len(s.seq_lens)
     prompt_lens = s.prompt_lens or (s.seq_lens if s.query_lens else tuple(n - 1 for n in s.seq_lens))
-    codec = sample_codec(s.num_kv_heads, s.head_size, fp8=s.fp8, num_centroids=64).to(device)
+    codec = sample_codec(s.num_kv_heads, s.head_size, book=s.book, num_centroids=64).to(device)
     history_table, history_blocks = block_tables([-(-n // BLOCK_TOKENS) for n in s.seq_lens], 3, seed)
     band_table, band_blocks = block_tables([-(-n // BAND_BLOCK) for n in s.seq_lens], 5, seed + 1)
     layer = (s.num_kv_heads, s.layout, s.page_padding)

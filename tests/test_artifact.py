@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_samples import FP8_TYPES, sample_codec
+from codec_samples import sample_codec
 from safetensors.torch import load_file, save_file
 
 from vllm_novakv import atomic_directory
@@ -26,6 +26,7 @@ from vllm_novakv.artifact import (
     load,
     save,
 )
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES
 from vllm_novakv.codec.quantizer import LayerCodec, encode_keys
 from vllm_novakv.fingerprint import ModelFingerprint, check_artifact_matches
 
@@ -63,12 +64,12 @@ def figures(layers):
     ]
 
 
-def make_artifact(layers=(0, 2), fp8="float8_e4m3fn", seed=0, **fingerprint):
-    codecs = {layer: sample_codec(num_heads=2, num_centroids=8, fp8=fp8, seed=seed + layer) for layer in layers}
+def make_artifact(layers=(0, 2), book="float8_e4m3fn", seed=0, **fingerprint):
+    codecs = {layer: sample_codec(num_heads=2, num_centroids=8, book=book, seed=seed + layer) for layer in layers}
     return build(
         codecs,
         fingerprint=model_fingerprint(**fingerprint),
-        codebook_dtype=fp8,
+        codebook_dtype=book,
         calibration=CALIBRATION,
         figures=figures(layers),
     )
@@ -122,9 +123,9 @@ def same_tensors(first, second):
     )
 
 
-@pytest.mark.parametrize("fp8", FP8_TYPES)
-def test_artifact_round_trips(tmp_path, fp8):
-    artifact = make_artifact(fp8=fp8)
+@pytest.mark.parametrize("book", CODEBOOK_DTYPES)
+def test_artifact_round_trips(tmp_path, book):
+    artifact = make_artifact(book=book)
     save(artifact, tmp_path / "new" / "parents" / "artifact")
     loaded = load(tmp_path / "new" / "parents" / "artifact")
     assert loaded.manifest == artifact.manifest
@@ -244,7 +245,7 @@ def test_load_refuses_unknown_key(saved, parent):
     [
         pytest.param({"head_size": "64"}, "valid integer 'head_size'", id="type"),
         pytest.param({"num_centroids": 257}, "less than or equal to 256 'num_centroids'", id="centroids"),
-        pytest.param({"codebook_dtype": "float16"}, "'float8_e4m3fn' or 'float8_e5m2' 'codebook_dtype'", id="fp16"),
+        pytest.param({"codebook_dtype": "float16"}, "'float8_e5m2' or 'int8' 'codebook_dtype'", id="fp16"),
         pytest.param({"tensors_sha256": "xyz"}, "'tensors_sha256'", id="checksum"),
         pytest.param({"layer_indices": []}, "'layer_indices'", id="no-layers"),
         pytest.param({"layer_indices": [0, 3]}, r"layer_indices [0, 3] are not ascending layers", id="beyond"),
@@ -354,7 +355,7 @@ def test_load_refuses_non_finite_tensor(saved, field, value):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_load_refuses_non_finite_e5m2_centroid(tmp_path, value):
-    save(make_artifact(fp8="float8_e5m2"), tmp_path / "artifact")
+    save(make_artifact(book="float8_e5m2"), tmp_path / "artifact")
 
     def spoil(tensors):
         as_float = tensors["layers.0.codebook"].float()

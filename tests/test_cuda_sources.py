@@ -42,8 +42,10 @@ pytestmark = [
         pytest.param(Scenario((200, 150), num_kv_heads=1, drop_band=(0,)), id="missing-band-blocks"),
         pytest.param(Scenario((150, 40), num_kv_heads=1, cap=20.0, has_sinks=True), id="cap-and-sinks"),
         pytest.param(
-            Scenario((150, 40), num_kv_heads=1, dtype=torch.float16, fp8="float8_e5m2", head_size=128), id="fp16-e5m2"
+            Scenario((150, 40), num_kv_heads=1, dtype=torch.float16, book="float8_e5m2", head_size=128), id="fp16-e5m2"
         ),
+        pytest.param(Scenario((1, 150, 300), num_kv_heads=1, book="int8"), id="int8-hs64"),
+        pytest.param(Scenario((290,), num_kv_heads=1, group=6, book="int8", head_size=128), id="int8-gqa6-hs128"),
     ],
 )
 def test_decode_equals_dense_attention(scenario):
@@ -86,19 +88,19 @@ def test_decode_skips_padded_rows(ctas):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "size", "dtype", "fp8", "is_few"),
+    ("num_tokens", "heads", "size", "dtype", "book", "is_few"),
     [
         pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="few-tok19-kv2-hs128"),
         pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="few-tok5-kv1-hs64-fp16"),
         pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="few-tok3-kv1-hs256-fp32"),
-        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="many-tok70-kv1-hs64"),
+        pytest.param(70, 1, 64, torch.bfloat16, "int8", False, id="many-tok70-kv1-hs64-int8"),
         pytest.param(70, 1, 128, torch.float16, "float8_e5m2", False, id="many-tok70-kv1-hs128-fp16"),
         pytest.param(35, 1, 256, torch.bfloat16, "float8_e4m3fn", False, id="many-tok35-kv1-hs256"),
     ],
 )
-def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_few):
+def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, book, is_few):
     monkeypatch.setattr(store_cuda, "FEW_TOKENS", 256 if is_few else 0)
-    codec = sample_codec(heads, size, fp8=fp8, num_centroids=200)
+    codec = sample_codec(heads, size, book=book, num_centroids=200)
     key = sample_keys(codec, num_tokens).to(dtype)
     value = sample_values(codec, num_tokens).to(dtype)
     # rows of a fused projection: not contiguous

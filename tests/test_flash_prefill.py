@@ -33,7 +33,8 @@ SCENARIOS = {
     "block-outermost-padded": Scenario((131, 160), (40, 10), layout="BLHNC", page_padding=256),
     "missing-band-blocks": Scenario((200,), (20,), drop_band=(0,)),
     "sinks": Scenario((150,), (30,), has_sinks=True),
-    "fp16-e5m2": Scenario((150,), (30,), dtype=torch.float16, fp8="float8_e5m2"),
+    "fp16-e5m2": Scenario((150,), (30,), dtype=torch.float16, book="float8_e5m2"),
+    "int8": Scenario((150,), (30,), book="int8"),
     "past-the-prompt": Scenario((200, 180), (60, 30), (160, 140)),
     "no-sink-part": Scenario((150,), (40,), sink=0),
 }

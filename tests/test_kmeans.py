@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_novakv.calibration import kmeans
 from vllm_novakv.calibration.kmeans import fit_codebooks
-from vllm_novakv.calibration.pipeline import snap
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, CodebookDtype, is_exact, snap
 
 
 def skewed_points(num_problems: int, num_points: int, seed: int = 0) -> Tensor:
@@ -139,13 +139,13 @@ def test_fit_codebooks_uses_every_centroid_when_points_repeat() -> None:
 def test_fit_codebooks_reports_the_distortion_after_snapping() -> None:
     points = skewed_points(2, 2048)
     exact = fit_codebooks(points, 32, seed=0)
-    result = fit_codebooks(points, 32, seed=0, snap=lambda centroids: snap(centroids, torch.float8_e5m2))
+    result = fit_codebooks(points, 32, seed=0, snap=lambda centroids: snap(centroids, "float8_e5m2"))
     assert torch.equal(result.centroids, exact.centroids.to(torch.float8_e5m2).float())
     assert (result.distortion > exact.distortion).all()
 
 
 def test_snap_saturates_at_the_largest_value() -> None:
-    assert snap(torch.tensor([1e6, -1e6, 0.3]), torch.float8_e4m3fn).tolist() == [448.0, -448.0, 0.3125]
+    assert snap(torch.tensor([1e6, -1e6, 0.3]), "float8_e4m3fn").tolist() == [448.0, -448.0, 0.3125]
 
 
 def test_fit_codebooks_refuses_fewer_points_than_centroids() -> None:
@@ -158,3 +158,21 @@ def test_fit_codebooks_refuses_points_that_are_not_finite() -> None:
     points[0, 3, 1] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
         fit_codebooks(points, 4, seed=0)
+
+
+def test_snap_to_integers_times_a_power_of_two() -> None:
+    # 127 / 0.5 = 254 > 127, so the unit of the first group is 1; of the second 2⁻⁷: 0.9 / 2⁻⁷ = 115.2
+    groups = torch.tensor([[[100.4, -3.5]], [[0.9, 0.004]], [[0.0, 0.0]]])
+    assert snap(groups, "int8").tolist() == [[[100.0, -4.0]], [[115 / 128, 1 / 128]], [[0.0, 0.0]]]
+
+
+@pytest.mark.parametrize("dtype", CODEBOOK_DTYPES)
+def test_what_is_snapped_stays(dtype: CodebookDtype) -> None:
+    books = (
+        torch.randn(40, 30, 4, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 40)[:, None, None]
+    )
+    # right at a power of two of the unit
+    books[0, 0, 0], books[1, 0, 0] = 127.0, 63.5
+    snapped = snap(books, dtype)
+    assert is_exact(snapped, dtype)
+    assert torch.equal(snapped.to(torch.bfloat16).float(), snapped)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from codec_samples import FP8_TYPES, generator, sample_codec, sample_keys, sample_values
+from codec_samples import generator, sample_codec, sample_keys, sample_values
 
 from vllm_novakv.codec import quantizer
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES
 from vllm_novakv.codec.layout import BLOCK_TOKENS, RecordLayout, record_byte_offsets, value_code_position
 from vllm_novakv.codec.quantizer import (
     VALUE_STEP,
@@ -42,10 +43,10 @@ def encode(keys, values, codec):
     return pack_records(*encode_keys(keys, codec), *encode_values(values, codec.value_transform), codec.layout)
 
 
-@pytest.mark.parametrize("fp8", FP8_TYPES)
+@pytest.mark.parametrize("book", CODEBOOK_DTYPES)
 @pytest.mark.parametrize(("head_size", "group_size"), SHAPES)
-def test_indices_are_exact_nearest_centroids(head_size, group_size, fp8):
-    codec = sample_codec(2, head_size, group_size, fp8=fp8)
+def test_indices_are_exact_nearest_centroids(head_size, group_size, book):
+    codec = sample_codec(2, head_size, group_size, book=book)
     keys = sample_keys(codec, 50)
     indices, _ = encode_keys(keys, codec)
     r = transformed(keys, codec)

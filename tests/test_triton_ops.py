@@ -44,7 +44,8 @@ DECODE = {
     "block-outermost-padded": Scenario((131, 260), layout="BLHNC", page_padding=256),
     "missing-band-blocks": Scenario((200, 150), drop_band=(0,)),
     "cap-and-sinks": Scenario((150, 40), cap=20.0, has_sinks=True),
-    "fp16-e5m2": Scenario((150, 40), dtype=torch.float16, fp8="float8_e5m2"),
+    "fp16-e5m2": Scenario((150, 40), dtype=torch.float16, book="float8_e5m2"),
+    "int8-hs128": Scenario((150, 40), num_kv_heads=1, book="int8", head_size=128),
     "fp32": Scenario((150, 40), dtype=torch.float32),
     "no-sink-part": Scenario((150,), sink=0, recent=16),
     "still-in-the-prompt": Scenario((150, 200, 30), prompt_lens=(150, 199, 31)),
@@ -59,7 +60,8 @@ PREFILL = {
     "block-outermost-padded": Scenario((131, 160), (40, 10), layout="BLHNC", page_padding=256),
     "missing-band-blocks": Scenario((200,), (20,), drop_band=(0,)),
     "cap-and-sinks": Scenario((150,), (30,), cap=20.0, has_sinks=True),
-    "fp16-e5m2": Scenario((150,), (30,), dtype=torch.float16, fp8="float8_e5m2"),
+    "fp16-e5m2": Scenario((150,), (30,), dtype=torch.float16, book="float8_e5m2"),
+    "int8": Scenario((150,), (30,), book="int8"),
     "one-token": Scenario((150, 30), (1, 5)),
     "past-the-prompt": Scenario((200, 180), (60, 30), (160, 140)),
 }
@@ -75,6 +77,8 @@ GPU_DECODE = {
     ),
     "131072-tokens": Scenario((131_072, 70_001), head_size=128, **REAL),
     "hs64-gqa7-long-among-many": Scenario((24_000, 21_003, *range(30, 1500, 14)), group=7, **REAL),
+    "hs128-gqa4-int8": Scenario((1, 63, 320, 5000, 33000), num_kv_heads=8, book="int8", head_size=128, **REAL),
+    "hs64-gqa7-int8": Scenario((4097, 900), group=7, book="int8", **REAL),
     "256-requests": Scenario(tuple(1 + 37 * i % 1500 for i in range(256)), head_size=128, **REAL),
 }
 GPU_PREFILL = {
@@ -228,7 +232,7 @@ def test_prefill_equals_dense_attention(scenario):
 
 
 STORE = [
-    pytest.param(19, 2, 64, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="tok19-kv2-hs64"),
+    pytest.param(19, 2, 64, torch.bfloat16, "int8", "LBHNC", id="tok19-kv2-hs64-int8"),
     pytest.param(9, 1, 128, torch.float16, "float8_e5m2", "BLHNC", id="tok9-kv1-hs128-fp16-e5m2"),
     pytest.param(7, 1, 256, torch.float32, "float8_e4m3fn", "LBHNC", id="tok7-kv1-hs256-fp32"),
     pytest.param(5000, 8, 128, torch.bfloat16, "float8_e4m3fn", "LBHNC", id="gpu-tok5000-kv8-hs128", marks=GPU_MARKS),
@@ -238,9 +242,9 @@ STORE = [
 
 
 @pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])
-@pytest.mark.parametrize(("num_tokens", "heads", "size", "dtype", "fp8", "layout"), STORE)
-def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, fp8, layout, use_cuda):
-    codec = sample_codec(heads, size, fp8=fp8, num_centroids=250 if HAS_GPU else 30).to(DEVICE)
+@pytest.mark.parametrize(("num_tokens", "heads", "size", "dtype", "book", "layout"), STORE)
+def test_store_writes_the_reference_s_codes(num_tokens, heads, size, dtype, book, layout, use_cuda):
+    codec = sample_codec(heads, size, book=book, num_centroids=250 if HAS_GPU else 30).to(DEVICE)
     key = sample_keys(codec.to("cpu"), num_tokens).to(DEVICE, dtype)
     value = sample_values(codec.to("cpu"), num_tokens).to(DEVICE, dtype)
     # rows of a fused projection: not contiguous

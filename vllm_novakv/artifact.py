@@ -6,7 +6,7 @@ The manifest says for which model, how and how well; the tensors are, per quanti
     layers.i.key_transform         f32 [num_kv_heads, head_size, head_size]
     layers.i.key_transform_inv_t   f32 [num_kv_heads, head_size, head_size]
     layers.i.value_transform       f32 [num_kv_heads, head_size, head_size]
-    layers.i.codebook              float8 [num_kv_heads, num_groups, num_centroids, group_size]
+    layers.i.codebook              float8, or bf16 of int8 [num_kv_heads, num_groups, num_centroids, group_size]
 
 `save` writes all or nothing; `load` trusts nothing that it has not checked.
 """
@@ -18,12 +18,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_novakv.atomic_directory import check_writable, write_directory
+from vllm_novakv.codec.codebook import STORED_DTYPES, CodebookDtype, is_exact
 from vllm_novakv.codec.layout import RecordLayout
 from vllm_novakv.codec.quantizer import MAX_CENTROIDS, LayerCodec
 from vllm_novakv.fingerprint import ModelFingerprint
@@ -31,7 +32,6 @@ from vllm_novakv.fingerprint import ModelFingerprint
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TENSORS_NAME = "tensors.safetensors"
-CODEBOOK_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 ORTHOGONALITY_TOLERANCE = 1e-3
 INVERSE_TOLERANCE = 1e-2
 
@@ -78,7 +78,7 @@ class Manifest(_Strict):
     layer_indices: tuple[int, ...] = Field(min_length=1)
     group_size: int = Field(ge=1)
     num_centroids: int = Field(ge=1, le=MAX_CENTROIDS)
-    codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"]
+    codebook_dtype: CodebookDtype
     tensors_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     calibration: CalibrationRecord
     layers: tuple[LayerFigures, ...]
@@ -121,7 +121,7 @@ def build(
     layers: Mapping[int, LayerCodec],
     *,
     fingerprint: ModelFingerprint,
-    codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"],
+    codebook_dtype: CodebookDtype,
     calibration: CalibrationRecord,
     figures: Sequence[LayerFigures],
 ) -> Artifact:
@@ -130,7 +130,7 @@ def build(
     Args:
         layers: the codec of every quantized layer, by layer index; at least one.
         fingerprint: of the model that was calibrated.
-        codebook_dtype: 8-bit float type that the centroids were snapped to.
+        codebook_dtype: 8-bit type that the centroids were snapped to.
         calibration: what was fitted on.
         figures: one entry per layer of `layers`, in ascending order.
 
@@ -291,17 +291,16 @@ def _tensors_of(layer: int, codec: LayerCodec) -> dict[str, torch.Tensor]:
     return {_tensor_name(layer, field.name): getattr(codec, field.name) for field in fields(codec)}
 
 
-def _tensor_bytes(layers: Mapping[int, LayerCodec], codebook_dtype: str) -> bytes:
+def _tensor_bytes(layers: Mapping[int, LayerCodec], codebook_dtype: CodebookDtype) -> bytes:
     from safetensors.torch import save as safetensors_save
 
     tensors = {}
     for layer, codec in layers.items():
         tensors.update({name: tensor.cpu().contiguous() for name, tensor in _tensors_of(layer, codec).items()})
         name = _tensor_name(layer, "codebook")
-        snapped = tensors[name].to(CODEBOOK_DTYPES[codebook_dtype])
-        if not torch.equal(snapped.float(), tensors[name]):
+        if not is_exact(tensors[name], codebook_dtype):
             raise ArtifactError(f"{name} holds values that {codebook_dtype} lacks; snap the centroids to it first")
-        tensors[name] = snapped
+        tensors[name] = tensors[name].to(STORED_DTYPES[codebook_dtype])
     return bytes(safetensors_save(tensors))
 
 
@@ -326,8 +325,10 @@ def _parse_tensors(manifest: Manifest, content: bytes) -> dict[int, LayerCodec]:
     if unknown := sorted(set(tensors) - expected):
         raise ArtifactError(f"{TENSORS_NAME} has the unknown tensor {unknown[0]}; {_ADVICE}")
     for name in sorted(expected):
-        dtype = CODEBOOK_DTYPES[manifest.codebook_dtype] if name.endswith(".codebook") else torch.float32
+        dtype = STORED_DTYPES[manifest.codebook_dtype] if name.endswith(".codebook") else torch.float32
         _check_tensor(name, tensors[name], _expected_shape(manifest, name), dtype)
+        if name.endswith(".codebook") and not is_exact(tensors[name].float(), manifest.codebook_dtype):
+            raise ArtifactError(f"{name} holds values that {manifest.codebook_dtype} lacks; {_ADVICE}")
     return {
         layer: LayerCodec(*(tensors[_tensor_name(layer, name)].float() for name in names))
         for layer in manifest.layer_indices

@@ -346,7 +346,15 @@ def select_ops(
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)
     flash = _flash_prefill(codec, dtype, num_heads, max_tokens, options, device)
     ops = KernelOps(KernelTables.build(codec), workspace, flash)
-    key = (num_heads, codec.num_kv_heads, codec.head_size, codec.num_centroids, ops.tables.is_e5m2, dtype, device)
+    key = (
+        num_heads,
+        codec.num_kv_heads,
+        codec.head_size,
+        codec.num_centroids,
+        ops.tables.centroid_format,
+        dtype,
+        device,
+    )
     windows = (options.sink_tokens, options.recent_tokens, options.prompt_recent_tokens)
     constants = (*windows, options.logits_soft_cap > 0, options.sinks is not None)
     if _first_time(*key, *constants):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES
+
 if TYPE_CHECKING:
     from vllm_novakv.calibration.pipeline import FitResult
 
@@ -69,9 +71,9 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes (default: 0)")
     parser.add_argument(
         "--codebook-dtype",
-        choices=("float8_e4m3fn", "float8_e5m2"),
+        choices=CODEBOOK_DTYPES,
         default="float8_e4m3fn",
-        help="8-bit float type of the centroids (default: float8_e4m3fn)",
+        help="8-bit type of the centroids; int8: integers times a power of two of each group (default: float8_e4m3fn)",
     )
     parser.add_argument(
         "--max-samples",

@@ -69,7 +69,7 @@ def fit_codebooks(
         num_centroids: codebook size, at least 1 and at most `num_points`.
         seed: of the initial draw; the same seed and points give the same bytes.
         schedule: stages of (stride, iterations).
-        snap: maps trained centroids to representable ones (a rounding to fp8 and back); None leaves them as they are.
+        snap: maps trained centroids to those of 8 bits; None leaves them as they are.
         initial: centroids to start from, `[num_problems, num_centroids, dim] f32`, on the samples' device; None draws
             them.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm_novakv import artifact as artifacts
-from vllm_novakv.artifact import CODEBOOK_DTYPES, Artifact, CalibrationRecord, LayerFigures
+from vllm_novakv.artifact import Artifact, CalibrationRecord, LayerFigures
 from vllm_novakv.baselines.moments import (
     AttentionMoments,
     check_moments_directory,
@@ -28,6 +28,7 @@ from vllm_novakv.baselines.moments import (
 from vllm_novakv.calibration import prompts as texts
 from vllm_novakv.calibration.kmeans import fit_codebooks
 from vllm_novakv.codec import quantizer, transform
+from vllm_novakv.codec.codebook import CodebookDtype, snap
 from vllm_novakv.codec.quantizer import MAX_CENTROIDS, LayerCodec
 from vllm_novakv.fingerprint import ModelFingerprint, default_artifact_dir, fingerprint_model, resolve_model_dir
 from vllm_novakv.support import assess_model
@@ -60,9 +61,7 @@ class FitSettings(BaseModel):
     )
     out: Path | None = Field(default=None, description="Artifact directory; None is where the server looks.")
     seed: int = Field(default=0, ge=0, description="Of k-means, of the samples drawn and of the order of options.")
-    codebook_dtype: Literal["float8_e4m3fn", "float8_e5m2"] = Field(
-        default="float8_e4m3fn", description="Of centroids."
-    )
+    codebook_dtype: CodebookDtype = Field(default="float8_e4m3fn", description="Of centroids.")
     max_samples: int = Field(default=131_072, ge=1, description="Most keys per head that k-means trains on.")
     skip_layers: tuple[int, ...] = Field(default=(), description="Layers that stay on vLLM's own cache.")
     group_size: int = Field(default=4, ge=1, description="Key elements per index.")
@@ -268,7 +267,7 @@ def fit_layer(layer: int, capture: LayerCapture, settings: FitSettings) -> Layer
     1. R_K, R_K^{-T} and R_V from the moments, averaged over tokens and query heads so that transformed queries have
        unit variance.
     2. Samples x = r/ρ with r = (k − k̄) R_K and ρ = ‖r‖/√d, cut into groups.
-    3. Codebooks by k-means, snapped to the 8-bit float type.
+    3. Codebooks by k-means, snapped to the 8-bit type.
     4. Figures on the held-out text.
 
     Args:
@@ -293,9 +292,11 @@ def fit_layer(layer: int, capture: LayerCapture, settings: FitSettings) -> Layer
     value_transform = transform.value_transform(moments.output_moment / num_queries)
 
     samples = normalised_samples(capture.keys, moments.key_mean, keys.key_transform, settings.group_size)
-    dtype = CODEBOOK_DTYPES[settings.codebook_dtype]
     books = fit_codebooks(
-        samples, settings.num_centroids, seed=settings.seed + layer, snap=lambda centroids: snap(centroids, dtype)
+        samples,
+        settings.num_centroids,
+        seed=settings.seed + layer,
+        snap=lambda centroids: snap(centroids, settings.codebook_dtype),
     )
     energy = samples.square().sum(dim=2).mean(dim=1)
     codec = LayerCodec(
@@ -340,22 +341,6 @@ def normalised_samples(keys: Tensor, key_mean: Tensor, key_transform: Tensor, gr
     rotated /= torch.where(scale == 0, 1.0, scale)
     grouped = rotated.view(num_kv_heads, num_samples, head_size // group_size, group_size)
     return grouped.transpose(1, 2).reshape(-1, num_samples, group_size)
-
-
-def snap(centroids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest values that an 8-bit float type has.
-
-    Args:
-        centroids: f32, any shape.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-
-    Returns:
-        f32 of the same shape; magnitudes beyond the type's range become its largest.
-
-    Source: arXiv 2608.04074, section 8.3.
-    """
-    largest = torch.finfo(dtype).max
-    return centroids.clamp(-largest, largest).to(dtype).float()
 
 
 def _volume_spreads(eigenvalues: Tensor, group_size: int, seed: int) -> dict[str, float]:

@@ -22,13 +22,15 @@
 //   - the codebook has COPIES copies, side by side: word [step][centroid][copy][quad], so that the lanes of a look-up fall
 //     on banks of their own as far as memory admits (8 copies: always; 4: two lanes share two banks)
 //   - an index's address in the codebook is one dot product of bytes (dp4a)
+//   - centroids of integers need no conversion: m16n8k32 takes them as they are; the query is integers of two bytes, each
+//     a product of its own, whose sums are exact
 //   - a value code x at bits 2j of a half-word is read where it lies, as the subnormal fp16 number x · 2^(2j − 24): one
 //     AND; the powers of two are taken out at the end, the −1.5 of x − 1.5 with the sum of weights, which is one more
 //     row of the product, now and then, so that no sum grows to where the products' truncation shows
 //   - the maximum is shared among lanes, and the output rescaled, only when some lane has a larger one
 //   - history that the band holds is not read
 //
-// Macros: those of decode_common.cuh, E5M2 type of the centroids, BAND_BLOCK, HAS_CAP, COPIES of the codebook.
+// Macros: those of decode_common.cuh, BAND_BLOCK, HAS_CAP, COPIES of the codebook.
 
 #define GROUPS (D / 4)
 #define SETS (D / 64)
@@ -66,7 +68,7 @@ __device__ __forceinline__ u32 transpose(u32 x) {
 }
 // four 8-bit floats as two pairs of fp16; one with five exponent bits is the upper half of an fp16
 template <int EXPONENT_BITS> __device__ __forceinline__ void unpack_bytes(u32 word, u32& low, u32& high) {
-#if E5M2
+#if FORMAT == 1
   low = __byte_perm(word, 0, 0x1404);
   high = __byte_perm(word, 0, 0x3424);
 #else
@@ -79,6 +81,11 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 }
 // the compiler takes x for a number that it cannot compute again
 __device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
+// m16n8k32 of s8
+__device__ __forceinline__ void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 #endif
 // Code j of two tokens' half-words of 8 codes as subnormal fp16 pair x · 2^(place − 24): place(j) bits up.
@@ -130,6 +137,11 @@ template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const v
       x[4 * i] = y.x; x[4 * i + 1] = y.y; x[4 * i + 2] = y.z; x[4 * i + 3] = y.w;
     }
   }
+}
+// the word of the centroid that a lane's index of a step names
+__device__ __forceinline__ u32 look_up(const u32 (&indices)[STEPS / 4], int step, u32 lane_book) {
+  const u32 address = dot_bytes(indices[step / 4], (16 * COPIES) << (8 * (step % 4)), lane_book);
+  return load_shared(address + step * 4096 * COPIES);
 }
 // What a lane has of a chunk that begins at token `first` of a block: indices of tokens row + 8 i,
 __device__ __forceinline__ void load_indices(u32 (&x)[CHUNK_TILES][2][STEPS / 4], const u8* block, u32 first, int row, int quad) {
@@ -476,10 +488,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     if (first_unit == 0 && !is_held(band_blocks, 0, min(request.first_chunk() * CHUNK, seq_len))) chunk = 0;
     if (end_unit == units && !is_held(band_blocks, request.end_chunk() * CHUNK, seq_len)) end_chunk = (seq_len + CHUNK - 1) / CHUNK;
     end_chunk = min(end_chunk, (u32)(seq_len + CHUNK - 1) / CHUNK);
-    // B fragments of the query: heads in columns
+    // B fragments of the query: heads in columns; of its integers the upper bytes, then the lower ones
+    const u16* own_query = folded + (pair * GROUP + min(row, GROUP - 1)) * D;
+#if FORMAT == 2
+    u32 upper[STEPS], lower[STEPS];
+    load_words(upper, (const u8*)own_query + quad * (D / 4));
+    load_words(lower, (const u8*)own_query + D + quad * (D / 4));
+#else
     u32 q[2 * STEPS];
-    const int head_row = min(row, GROUP - 1);
-    load_words(q, folded + (pair * GROUP + head_row) * D + quad * (D / 4));
+    load_words(q, own_query + quad * (D / 4));
+#endif
     float row_scale[2], row_offset[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -522,6 +540,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
       lines.prefetch_chunk(next_block, next_first, lane);
       // 1. logits
       float c[CHUNK_TILES][4];
+#if FORMAT == 2
+      int high[CHUNK_TILES][4], low[CHUNK_TILES][4];
+#pragma unroll
+      for (int tile = 0; tile < CHUNK_TILES; tile++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) high[tile][k] = low[tile][k] = 0;
+#pragma unroll
+      for (int step = 0; step < STEPS; step += 2)
+#pragma unroll
+        for (int tile = 0; tile < CHUNK_TILES; tile++) {
+          // a centroid is a lane's four k as it is
+          u32 a[2][2];
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) a[i][half] = look_up(indices[tile][half], step + i, lane_book);
+          multiply_bytes(high[tile], a[0][0], a[0][1], a[1][0], a[1][1], upper[step], upper[step + 1]);
+          multiply_bytes(low[tile], a[0][0], a[0][1], a[1][0], a[1][1], lower[step], lower[step + 1]);
+        }
+#pragma unroll
+      for (int tile = 0; tile < CHUNK_TILES; tile++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) c[tile][k] = (float)(256 * high[tile][k] + low[tile][k]);
+#else
 #pragma unroll
       for (int tile = 0; tile < CHUNK_TILES; tile++)
 #pragma unroll
@@ -532,12 +574,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
         for (int tile = 0; tile < CHUNK_TILES; tile++) {
           u32 a[4];
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const u32 address = dot_bytes(indices[tile][half][step / 4], (16 * COPIES) << (8 * (step % 4)), lane_book);
-            unpack_bytes<E5M2 ? 5 : 4>(load_shared(address + step * 4096 * COPIES), a[half], a[half + 2]);
-          }
+          for (int half = 0; half < 2; half++)
+            unpack_bytes<FORMAT == 1 ? 5 : 4>(look_up(indices[tile][half], step, lane_book), a[half], a[half + 2]);
           multiply(c[tile], a[0], a[1], a[2], a[3], q[2 * step], q[2 * step + 1]);
         }
+#endif
       load_indices(indices, next_block, next_first, row, quad);
       // 2. scale, mask, maximum
       const int start = CHUNK * chunk;

@@ -5,7 +5,7 @@
 // partial result, entry worker + request of the head. Where a CTA has nothing but one request's history, its workers
 // merge their results, and the entry is the CTA's.
 //
-// Macros: D head size, TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA of the second
+// Macros: D head size, FORMAT of centroids (0 e4m3, 1 e5m2, 2 integers), TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA of the second
 // launch, each a worker; CHUNK tokens of history that it takes at a time, 32 or 64; SINK, RECENT, PROMPT_RECENT tokens of the band.
 
 typedef unsigned char u8;
@@ -15,6 +15,8 @@ typedef unsigned int u32;
 #define STEPS (D / 16)
 #define MASKED (-1.0e30f)
 #define LOG2E 1.4426950408889634f
+// queries are integers up to this, of an upper and a lower byte, where centroids are integers
+#define QUERY_LEVELS 32639.0f
 #define BAND_TILE 16
 // units of time: what a chunk of history and a tile of the band cost, and a request's band and history besides
 #define CHUNK_UNITS (CHUNK / 2)

@@ -1,7 +1,7 @@
 """Paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
-and up, which converts e4m3 in hardware; e5m2 needs no conversion, so 8.0 will do. Three launches: ops/decode_fold.cu,
+and up, which converts e4m3 in hardware; e5m2 and int8 need none, so 8.0 will do. Three launches: ops/decode_fold.cu,
 ops/decode_attend.cu, ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended,
 the first while the store of ops/store_cuda.cu is at work.
 The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
@@ -31,6 +31,7 @@ _FOLDER = Path(__file__).parent
 _WARPS = {64: 16, 128: 12, 256: 8}
 """Warps of a CTA, one on every multiprocessor, by head size: as many as their registers admit."""
 
+_E4M3 = 0
 _TILE_ROWS = 16
 _SLOTS = 4
 _FOLD_THREADS = 256
@@ -43,7 +44,7 @@ class Constants(NamedTuple):
     Args:
         head_size, group: of the model; group: query heads per KV head.
         dtype: of queries.
-        is_e5m2: type of the centroids.
+        centroid_format: as in `KernelTables`.
         sink, recent, prompt_recent, band_block: tokens of the band and of one of its blocks.
         has_cap: whether logits have a soft cap.
         sink_dtype: of learned sinks; None where there are none.
@@ -55,7 +56,7 @@ class Constants(NamedTuple):
     head_size: int
     group: int
     dtype: torch.dtype
-    is_e5m2: bool
+    centroid_format: int
     sink: int
     recent: int
     prompt_recent: int
@@ -87,9 +88,9 @@ class _Kernels(NamedTuple):
     merge: nvrtc.Kernel
 
 
-def is_supported(device: torch.device, group: int, is_e5m2: bool) -> bool:
-    """Whether the kernels run on a device, for so many query heads per KV head and centroids of this type."""
-    return group <= MAX_GROUP and nvrtc.is_available(device, (8, 0) if is_e5m2 else (8, 9))
+def is_supported(device: torch.device, group: int, centroid_format: int) -> bool:
+    """Whether the kernels run on a device, for so many query heads per KV head and centroids of this format."""
+    return group <= MAX_GROUP and nvrtc.is_available(device, (8, 9) if centroid_format == _E4M3 else (8, 0))
 
 
 def num_ctas(num_kv_heads: int, device: torch.device) -> int:
@@ -146,7 +147,7 @@ def launch_decode(
         head_size=size,
         group=heads_per_kv_head(query.shape[1], heads),
         dtype=query.dtype,
-        is_e5m2=history.tables.is_e5m2,
+        centroid_format=history.tables.centroid_format,
         sink=sink_tokens,
         recent=recent_tokens,
         prompt_recent=prompt_recent_tokens,
@@ -163,7 +164,7 @@ def launch_decode(
         args=[
             query,
             codec.key_mean,
-            history.tables.inverse_terms,
+            history.tables.folding_terms,
             folded,
             row_scales,
             num_requests,
@@ -231,7 +232,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
     """
     macros = {
         "D": constants.head_size,
-        "E5M2": int(constants.is_e5m2),
+        "FORMAT": constants.centroid_format,
         "SINK": constants.sink,
         "RECENT": constants.recent,
         "PROMPT_RECENT": constants.prompt_recent,

@@ -1,4 +1,5 @@
-// The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16 relative to its largest element, and q·k̄.
+// The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16, or in integers of 16 bits, relative to its largest element,
+// and q·k̄.
 //
 // Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns. All that comes from memory is asked for at once:
 // the second launch waits for this one. Padded rows of a batch are computed like others, and not used.
@@ -90,13 +91,31 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
 #pragma unroll
     for (int i = 0; i < 8; i++) top = fmaxf(top, largest[i][row + 8 * half]);
     top = top > 0.0f ? top : 1.0f;
+#if FORMAT == 2
+    const float unit = top / QUERY_LEVELS;
+#else
+    const float unit = top;
+#endif
     if (warp == 0 && quad == 0) {
-      row_scales[pair * 2 * GROUP + head] = top;
+      row_scales[pair * 2 * GROUP + head] = unit;
       row_scales[pair * 2 * GROUP + GROUP + head] = offset[half];
     }
-    u32* target = (u32*)(folded + (pair * GROUP + head) * D + warp * 8 * COLUMN_TILES + 2 * quad);
+    u16* target = folded + (pair * GROUP + head) * D;
+    const int column = warp * 8 * COLUMN_TILES + 2 * quad;
 #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++) target[4 * j] = pack_half(c[j][2 * half] / top, c[j][2 * half + 1] / top);
+    for (int j = 0; j < COLUMN_TILES; j++) {
+      const float x = c[j][2 * half] / unit, y = c[j][2 * half + 1] / unit;
+#if FORMAT == 2
+      // x = 256 upper + lower, both signed bytes: the upper ones of a row, then the lower ones
+      const int own = __float2int_rn(x), next = __float2int_rn(y);
+      const int upper = (own + 128) >> 8, next_upper = (next + 128) >> 8;
+      u16* pair_of_columns = target + (column + 8 * j) / 2;
+      pair_of_columns[0] = (u16)((upper & 0xFF) | next_upper << 8);
+      pair_of_columns[D / 2] = (u16)((own & 0xFF) | next << 8);
+#else
+      *(u32*)(target + column + 8 * j) = pack_half(x, y);
+#endif
+    }
   }
   // the launch ahead of this one, which may be the store: who waits for this one finds its results, too
   wait_for_previous_launch();

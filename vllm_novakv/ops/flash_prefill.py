@@ -326,7 +326,7 @@ def _gather_kernel(
     out_stride_h,
     IS_NEAR: tl.constexpr,
     SINK: tl.constexpr,
-    IS_E5M2: tl.constexpr,
+    FORMAT: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -383,7 +383,7 @@ def _gather_kernel(
         inverse_row_ptr = inverse_ptr + h * D * D + 4 * tl.arange(0, L)[:, None] + d[None, :] * D
         key = tl.zeros([N, D], tl.float32)
         for i in tl.static_range(4):
-            plane = tl.trans(centroid_element(words, i, IS_E5M2)).to(tl.float32)
+            plane = tl.trans(centroid_element(words, i, FORMAT)).to(tl.float32)
             key = tl.dot(plane, tl.load(inverse_row_ptr + i), key, input_precision="tf32x3")
         key *= rho[:, None]
         if IS_NEAR:
@@ -581,7 +581,7 @@ def _gather(
         key_bounds,
         key_starts,
         tables.codec.key_mean,
-        tables.codec.key_transform_inv_t,
+        tables.folding,
         tables.codec.value_transform,
         tables.centroid_words,
         workspace.key,
@@ -601,7 +601,7 @@ def _gather(
         workspace.key.stride(1),
         IS_NEAR=part.is_near,
         SINK=sink_tokens,
-        IS_E5M2=tables.is_e5m2,
+        FORMAT=tables.centroid_format,
         BAND_BLOCK=band_cache.shape[2],
         D=tables.codec.head_size,
         N=launch.tokens,

@@ -299,7 +299,7 @@ def _history_kernel(
     RECENT: tl.constexpr,
     PROMPT_RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    IS_E5M2: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
@@ -352,10 +352,10 @@ def _history_kernel(
 
         # [N, ROWS]
         words = tl.trans(load_centroid_words(head_table_ptr, indices, L))
-        logits = tl.dot(centroid_element(words, 0, IS_E5M2), q0)
-        logits = tl.dot(centroid_element(words, 1, IS_E5M2), q1, logits)
-        logits = tl.dot(centroid_element(words, 2, IS_E5M2), q2, logits)
-        logits = tl.dot(centroid_element(words, 3, IS_E5M2), q3, logits)
+        logits = tl.dot(centroid_element(words, 0, FORMAT), q0)
+        logits = tl.dot(centroid_element(words, 1, FORMAT), q1, logits)
+        logits = tl.dot(centroid_element(words, 2, FORMAT), q2, logits)
+        logits = tl.dot(centroid_element(words, 3, FORMAT), q3, logits)
         logits = logits * rho[:, None] * row_scale[None, :] + row_offset[None, :]
         if HAS_CAP:
             logits = soft_cap(logits, cap)
@@ -528,7 +528,7 @@ def paged_decode(
     group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
     if use_cuda is None:
-        use_cuda = decode_cuda.is_supported(query.device, group, tables.is_e5m2)
+        use_cuda = decode_cuda.is_supported(query.device, group, tables.centroid_format)
     if use_cuda:
         ctas = splits or decode_cuda.num_ctas(num_kv_heads, query.device)
         partial_rows = decode_cuda.num_parts(num_requests, num_kv_heads, head_size, ctas) * group
@@ -574,7 +574,7 @@ def paged_decode(
     _fold_band_kernel[(num_requests, num_kv_heads, 1 + band_parts)](
         query,
         tables.codec.key_mean,
-        tables.codec.key_transform_inv_t,
+        tables.folding,
         band_cache,
         band_block_table,
         seq_lens,
@@ -630,7 +630,7 @@ def paged_decode(
         RECENT=recent_tokens,
         PROMPT_RECENT=prompt_recent_tokens,
         HAS_CAP=logits_soft_cap > 0,
-        IS_E5M2=tables.is_e5m2,
+        FORMAT=tables.centroid_format,
         ROWS=rows,
         D=head_size,
         BAND_BLOCK=band_cache.shape[2],

@@ -94,7 +94,7 @@ def _history_tile(
     cap,
     SINK: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    IS_E5M2: tl.constexpr,
+    FORMAT: tl.constexpr,
     IS_MASKED: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
     D: tl.constexpr,
@@ -109,10 +109,10 @@ def _history_tile(
     # [L, N]
     words = load_centroid_words(head_table_ptr, load_indices(block_ptr, places, L), L)
     # [M, N]
-    logits = tl.dot(q0, centroid_element(words, 0, IS_E5M2))
-    logits = tl.dot(q1, centroid_element(words, 1, IS_E5M2), logits)
-    logits = tl.dot(q2, centroid_element(words, 2, IS_E5M2), logits)
-    logits = tl.dot(q3, centroid_element(words, 3, IS_E5M2), logits)
+    logits = tl.dot(q0, centroid_element(words, 0, FORMAT))
+    logits = tl.dot(q1, centroid_element(words, 1, FORMAT), logits)
+    logits = tl.dot(q2, centroid_element(words, 2, FORMAT), logits)
+    logits = tl.dot(q3, centroid_element(words, 3, FORMAT), logits)
     logits = logits * rho[None, :] * row_scale[:, None] + row_offset[:, None]
     if HAS_CAP:
         logits = soft_cap(logits, cap)
@@ -204,7 +204,7 @@ def _prefill_kernel(
     PROMPT_RECENT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    IS_E5M2: tl.constexpr,
+    FORMAT: tl.constexpr,
     G: tl.constexpr,
     G_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -296,7 +296,7 @@ def _prefill_kernel(
         m, total, o0, o1, o2, o3 = _history_tile(
             q0, q1, q2, q3, row_scale, row_offset, positions, near_start, m, total, o0, o1, o2, o3,
             head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
-            SINK, HAS_CAP, IS_E5M2, False, BAND_BLOCK, D, N,
+            SINK, HAS_CAP, FORMAT, False, BAND_BLOCK, D, N,
         )  # fmt: skip
     num_head_tiles = open_start // N
     num_masked_tiles = num_head_tiles + tl.maximum(history_end - open_end + N - 1, 0) // N
@@ -307,7 +307,7 @@ def _prefill_kernel(
         m, total, o0, o1, o2, o3 = _history_tile(
             q0, q1, q2, q3, row_scale, row_offset, positions, near_start, m, total, o0, o1, o2, o3,
             head_cache_ptr + block * cache_stride_b, tile, place, head_table_ptr, band_row_ptr, context, seq_len, cap,
-            SINK, HAS_CAP, IS_E5M2, True, BAND_BLOCK, D, N,
+            SINK, HAS_CAP, FORMAT, True, BAND_BLOCK, D, N,
         )  # fmt: skip
 
     # 3. from value codes to the model's basis
@@ -471,7 +471,7 @@ def prefill(
         seq_lens,
         prompt_lens,
         tables.codec.key_mean,
-        tables.codec.key_transform_inv_t,
+        tables.folding,
         tables.codec.value_transform,
         tables.centroid_words,
         query if sinks is None else sinks,
@@ -497,7 +497,7 @@ def prefill(
         PROMPT_RECENT=prompt_recent_tokens,
         HAS_CAP=logits_soft_cap > 0,
         HAS_SINKS=sinks is not None,
-        IS_E5M2=tables.is_e5m2,
+        FORMAT=tables.centroid_format,
         G=group,
         G_PADDED=padded_group,
         TOKENS=tokens,

@@ -1,6 +1,6 @@
 """Device tensors that the kernels read instead of the codec: the same numbers, laid out once for their access.
 
-centroid_words[h, l, c] = the 4 bytes (8-bit floats) of centroid c of group l, little-endian in one int32
+centroid_words[h, l, c] = the 4 bytes (see codec/codebook.py) of centroid c of group l, little-endian in one int32
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, bytes_of, is_exact, units
 from vllm_novakv.codec.quantizer import MAX_CENTROIDS, LayerCodec
 from vllm_novakv.ops.reference import QuantizedHistory
 
@@ -23,7 +24,9 @@ class KernelTables:
     Args:
         codec: the layer's codec, on the kernels' device.
         centroid_words: int32 [num_kv_heads, num_groups, 256]; centroids that do not exist are zero.
-        is_e5m2: whether the bytes are float8_e5m2; otherwise float8_e4m3fn.
+        centroid_format: what the bytes are: 0 float8_e4m3fn, 1 float8_e5m2, 2 int8.
+        folding: f32 [num_kv_heads, head_size, head_size], R_K^{-T}, its columns times the units of int8 centroids: with
+            it queries meet the bytes' numbers.
         centroids: f32 [num_kv_heads, 256, 5, num_groups]: elements 0 to 3, then ‖c‖²/2 (infinite where there is no
             centroid), so that the search reads one row of groups at a time.
         search_words: int32 [num_kv_heads, num_groups, 8, 32, 4], as `nearest` in ops/store_cuda.cu reads them: two
@@ -31,18 +34,19 @@ class KernelTables:
         key_transform_terms, value_transform_terms: int32 [num_kv_heads, head_size / 8, …, 32, 4], the transforms as
             tensor-core operands of bf16: 8 columns at a time, steps of 16 rows, 6 words a lane and step (three terms,
             which hold all bits of an f32, of two words), those words in fours.
-        inverse_terms, rotation_terms: the same of R_K^{-T} and of R_V^T, by which queries and outputs are multiplied.
+        folding_terms, rotation_terms: the same of `folding` and of R_V^T, by which queries and outputs are multiplied.
         key_transform_planes: f32 [num_kv_heads, 4, head_size, num_groups], plane i holds columns i, i + 4, … of R_K.
     """
 
     codec: LayerCodec
     centroid_words: torch.Tensor
-    is_e5m2: bool
+    centroid_format: int
+    folding: torch.Tensor
     centroids: torch.Tensor
     search_words: torch.Tensor
     key_transform_terms: torch.Tensor
     value_transform_terms: torch.Tensor
-    inverse_terms: torch.Tensor
+    folding_terms: torch.Tensor
     rotation_terms: torch.Tensor
     key_transform_planes: torch.Tensor
 
@@ -58,7 +62,7 @@ class KernelTables:
 
         Raises:
             NotImplementedError: the codec's group size is not 4.
-            ValueError: a centroid is no value of an 8-bit float type.
+            ValueError: a centroid is no value of an 8-bit type.
         """
         if codec.group_size != KERNEL_GROUP_SIZE:
             raise NotImplementedError(
@@ -66,26 +70,31 @@ class KernelTables:
                 f"{KERNEL_GROUP_SIZE}; refit with --group-size {KERNEL_GROUP_SIZE}"
             )
         codebook = codec.codebook
-        dtype = next((t for t in (torch.float8_e4m3fn, torch.float8_e5m2) if _is_exact_in(codebook, t)), None)
+        dtype = next((t for t in CODEBOOK_DTYPES if is_exact(codebook, t)), None)
         if dtype is None:
-            raise ValueError("a centroid is no value of an 8-bit float type; refit the artifact with `novakv fit`")
+            raise ValueError("a centroid is no value of an 8-bit type; refit the artifact with `novakv fit`")
         _, groups, num_centroids, _ = codebook.shape
         missing = MAX_CENTROIDS - num_centroids
-        words = codebook.to(dtype).contiguous().view(torch.int32).squeeze(-1)
+        words = bytes_of(codebook, dtype).contiguous().view(torch.int32).squeeze(-1)
         half_norms = codebook.square().sum(dim=-1, keepdim=True) / 2
         rows = torch.nn.functional.pad(torch.cat([codebook, half_norms], dim=-1), (0, 0, 0, missing))
         rows[:, :, num_centroids:, KERNEL_GROUP_SIZE] = torch.inf
+        folding = codec.key_transform_inv_t
+        if dtype == "int8":
+            # [H, L] -> [H, 1, D]
+            folding = folding * units(codebook).repeat_interleave(KERNEL_GROUP_SIZE, dim=-1).unsqueeze(1)
         planes = codec.key_transform.unflatten(-1, (groups, KERNEL_GROUP_SIZE)).permute(0, 3, 1, 2)
         return cls(
             codec=codec,
             centroid_words=torch.nn.functional.pad(words, (0, missing)).contiguous(),
-            is_e5m2=dtype is torch.float8_e5m2,
+            centroid_format=CODEBOOK_DTYPES.index(dtype),
+            folding=folding,
             # [H, L, 256, 5] -> [H, 256, 5, L]
             centroids=rows.permute(0, 2, 3, 1).contiguous(),
             search_words=_search_words(rows),
             key_transform_terms=_transform_terms(codec.key_transform),
             value_transform_terms=_transform_terms(codec.value_transform),
-            inverse_terms=_transform_terms(codec.key_transform_inv_t),
+            folding_terms=_transform_terms(folding),
             rotation_terms=_transform_terms(codec.value_transform.transpose(-1, -2)),
             key_transform_planes=planes.contiguous(),
         )
@@ -100,10 +109,6 @@ class PackedHistory(QuantizedHistory):
     """
 
     tables: KernelTables
-
-
-def _is_exact_in(codebook: torch.Tensor, dtype: torch.dtype) -> bool:
-    return bool((codebook.to(dtype).float() == codebook).all())
 
 
 def _bf16_terms(x: torch.Tensor) -> torch.Tensor:

@@ -76,21 +76,24 @@ def unpack_values(words, N: tl.constexpr):
 
 @triton.jit
 def load_centroid_words(table_ptr, indices, L: tl.constexpr):
-    """Centroids of indices [L, N]: int32 [L, N], four 8-bit floats each; table_ptr is one head's [L, 256]."""
+    """Centroids of indices [L, N]: int32 [L, N], four 8-bit numbers each; table_ptr is one head's [L, 256]."""
     return tl.load(table_ptr + tl.arange(0, L)[:, None] * 256 + indices.to(tl.int32))
 
 
 @triton.jit
-def centroid_element(words, I: tl.constexpr, IS_E5M2: tl.constexpr):
-    """Element I of the centroids: fp16, exact."""
-    if IS_E5M2:
+def centroid_element(words, I: tl.constexpr, FORMAT: tl.constexpr):
+    """Element I of the centroids: fp16, exact; FORMAT as in `KernelTables`."""
+    if FORMAT == 1:
         # e5m2 is the upper byte of fp16
         if I == 0:
             bits = words << 8
         else:
             bits = words >> (8 * I - 8)
         return (bits & 0xFF00).to(tl.int16).to(tl.float16, bitcast=True)
-    return (words >> (8 * I)).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    numbers = (words >> (8 * I)).to(tl.int8)
+    if FORMAT == 2:
+        return numbers.to(tl.float16)
+    return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
