@@ -21,6 +21,7 @@ struct Index { int x, y, z; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct ushort4 { uint16_t x, y, z, w; };
+struct int4 { int x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 using std::max;

@@ -377,7 +377,7 @@ __device__ __forceinline__ Request request_in(int length) { return {abs(length),
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     const u16* folded, const float* row_scales, const u8* cache, const u32* table, const int* block_table,
     const int* band_table, const int* seq_lens, const int* prompt_lens, const Query* query, const u16* band, float* partial,
-    float* weights, int* line_starts, int num_requests, int block_stride_16, int head_stride_16, int block_table_stride,
+    float* weights, int4* all_parts, int num_requests, int block_stride_16, int head_stride_16, int block_table_stride,
     int band_table_stride, int query_stride_t, int query_stride_h, int band_stride_b, int band_stride_h, int band_stride_t,
     int scale_bits, int cap_bits) {
   DYNAMIC_SHARED(u32, book);
@@ -453,8 +453,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     }
   }
   wait_for_previous_launch();
+  // where the third launch finds each request's parts
   if (cta == 0 && h == 0)
-    for (int i = thread; i <= num_requests; i += THREADS) line_starts[i] = starts[i];
+    for (int i = thread; i < num_requests; i += THREADS) {
+      Parts parts = {};
+      if (lengths[i] != 0) parts = parts_of(line, request_in(lengths[i]), starts[i], i, heads, ctas, num_requests);
+      all_parts[2 * i] = {parts.ends[0], parts.ends[1], parts.ends[2], parts.ends[3]};
+      all_parts[2 * i + 1] = {parts.shifts[0], parts.shifts[1], parts.shifts[2], parts.shifts[3]};
+    }
   if (!has_work) return;
   const u32 lane_book = shared_address(book) + row * COPIES / 8 * 16 + quad * 4;
   const float scale = __int_as_float(scale_bits), cap = __int_as_float(cap_bits);

@@ -180,3 +180,44 @@ __device__ __forceinline__ long long worker_entry(bool is_history, int h, int he
 __device__ __forceinline__ long long cta_entry(int h, int heads, int ctas, int num_requests) {
   return 2LL * heads * (ctas * WARPS + num_requests) + h * ctas;
 }
+// A request's parts: the band's, then the history's, of workers, of CTAs, of workers; each kind's are neighbours.
+struct Parts {
+  // part i of those below ends[k], and of no kind before, is entry i + shifts[k]
+  int ends[4], shifts[4];
+  __device__ __forceinline__ void append(int kind, long long first, int count) {
+    const int begin = kind ? ends[kind - 1] : 0;
+    ends[kind] = begin + count;
+    shifts[kind] = (int)first - begin;
+  }
+  __device__ __forceinline__ int num_band() const { return ends[0]; }
+  __device__ __forceinline__ int count() const { return ends[3]; }
+  __device__ __forceinline__ int entry(int i) const {
+    return i + (i < ends[0] ? shifts[0] : i < ends[1] ? shifts[1] : i < ends[2] ? shifts[2] : shifts[3]);
+  }
+};
+// those of the first KV head
+__device__ __forceinline__ Parts parts_of(const Line& line, const Request& request, int start, int r, int heads, int ctas,
+                                          int num_requests) {
+  const int history = start + request.band_units(), end = history + request.history_units();
+  const long long band_entry = worker_entry(false, 0, heads, ctas, num_requests) + r;
+  const long long history_entry = worker_entry(true, 0, heads, ctas, num_requests) + r;
+  const int first_band = line.worker_at(start), last_band = line.worker_at(history - 1);
+  const int first = line.worker_at(history), last = line.worker_at(end - 1);
+  int first_cta = first / WARPS, last_cta = last / WARPS;
+  if (!line.is_within(first_cta, history, end)) first_cta++;
+  if (!line.is_within(last_cta, history, end)) last_cta--;
+  const bool has_ctas = first_cta <= last_cta;
+  const int end_first = has_ctas ? max(first, first_cta * WARPS) : last + 1;
+  const int first_last = has_ctas ? (last_cta + 1) * WARPS : last + 1;
+  Parts parts;
+  parts.append(0, band_entry + first_band, last_band - first_band + 1);
+  parts.append(1, history_entry + first, end_first - first);
+  parts.append(2, cta_entry(0, heads, ctas, num_requests) + first_cta, has_ctas ? last_cta - first_cta + 1 : 0);
+  parts.append(3, history_entry + first_last, max(last - first_last + 1, 0));
+  return parts;
+}
+// the same of KV head h: those of a kind are as far apart as the workers, or CTAs, of a head
+__device__ __forceinline__ Parts parts_of_head(const int4& ends, const int4& shifts, int h, int ctas, int num_requests) {
+  const int apart = h * (ctas * WARPS + num_requests);
+  return {{ends.x, ends.y, ends.z, ends.w}, {shifts.x + apart, shifts.y + apart, shifts.z + h * ctas, shifts.w + apart}};
+}

@@ -34,7 +34,7 @@ _WARPS = {64: 16, 128: 12, 256: 8}
 _E4M3 = 0
 _TILE_ROWS = 16
 _SLOTS = 4
-_FOLD_THREADS = 256
+_SMALL_THREADS = 256
 _HOPPER_SHARED_BYTES = 227 * 1024
 
 
@@ -70,11 +70,6 @@ class Constants(NamedTuple):
     def requests(self) -> int:
         """Requests of a CTA in the third launch."""
         return 1 if self.is_small else max(1, _TILE_ROWS // self.padded_group)
-
-    @property
-    def merge_threads(self) -> int:
-        """Threads of a CTA in the third launch."""
-        return 512 if self.is_small and self.head_size <= 128 else 256
 
     @property
     def padded_group(self) -> int:
@@ -123,13 +118,13 @@ def launch_decode(
     row_scales: torch.Tensor,
     partial_output: torch.Tensor,
     partial_weights: torch.Tensor,
-    line_starts: torch.Tensor,
+    parts: torch.Tensor,
     ctas: int,
 ) -> None:
     """Write the result of `vllm_novakv.ops.paged_decode.paged_decode`, whose arguments these are.
 
     Args:
-        folded, row_scales, partial_output, partial_weights, line_starts: scratch, see `DecodeWorkspace`.
+        folded, row_scales, partial_output, partial_weights, parts: scratch, see `DecodeWorkspace`.
         ctas: of a KV head.
 
     Raises:
@@ -160,7 +155,7 @@ def launch_decode(
     kernels = _compiled(constants, query.device)
     kernels.fold(
         grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads, 1),
-        block=(_FOLD_THREADS, 1, 1),
+        block=(_SMALL_THREADS, 1, 1),
         args=[
             query,
             codec.key_mean,
@@ -188,7 +183,7 @@ def launch_decode(
             band_cache,
             partial_output,
             partial_weights,
-            line_starts,
+            parts,
             num_requests,
             # in 16 bytes, so that 32 bits suffice
             history.cache.stride(0) // 16,
@@ -204,15 +199,13 @@ def launch_decode(
     )
     kernels.merge(
         grid=(-(-num_requests // constants.requests), heads, 1),
-        block=(constants.merge_threads, 1, 1),
+        block=(_SMALL_THREADS, 1, 1),
         args=[
             partial_output,
             partial_weights,
-            line_starts,
+            parts,
             history.tables.rotation_terms,
             query if sinks is None else sinks,
-            seq_lens,
-            prompt_lens,
             output,
             num_requests,
             ctas,
@@ -245,7 +238,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "GROUP": constants.group,
         "PADDED": constants.padded_group,
         "REQUESTS": constants.requests,
-        "MERGE_THREADS": constants.merge_threads,
+        "IS_SMALL": int(constants.is_small),
         "WARPS": _WARPS[constants.head_size],
         "CHUNK": 32 if constants.is_small else 64,
         "COPIES": copies,

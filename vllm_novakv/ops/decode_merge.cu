@@ -5,52 +5,19 @@
 // 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are. No
 // launch begins before this one has ended: what it writes may be the next one's query.
 //
-// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS and MERGE_THREADS of a CTA, HAS_SINKS,
-// SINK_TYPE and OUTPUT_TYPE as TYPE.
+// Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA, IS_SMALL batch,
+// HAS_SINKS, SINK_TYPE and OUTPUT_TYPE as TYPE.
 
-#define THREADS MERGE_THREADS
+#define THREADS 256
 #define MERGED_ROWS (REQUESTS * PADDED)
 #define TEAMS (THREADS / 16 / MERGED_ROWS)
 #define VECTORS (D / 64)
+// parts whose loads are under way together
+#define AT_ONCE (IS_SMALL && D <= 128 ? 8 : 4)
 #define PITCH (D + 8)
 // bf16 terms of a sum and of a transform; a 16-bit result does not show the third
 #define TERMS (OUTPUT_TYPE == 0 ? 3 : 2)
 
-// A request's parts: the band's, then the history's, of workers, of CTAs, of workers; each kind's are neighbours.
-struct Parts {
-  // part i of those below ends[k], and of no kind before, is entry i + shifts[k]
-  int ends[4], shifts[4];
-  __device__ __forceinline__ void append(int kind, long long first, int count) {
-    const int begin = kind ? ends[kind - 1] : 0;
-    ends[kind] = begin + count;
-    shifts[kind] = (int)first - begin;
-  }
-  __device__ __forceinline__ int num_band() const { return ends[0]; }
-  __device__ __forceinline__ int count() const { return ends[3]; }
-  __device__ __forceinline__ int entry(int i) const {
-    return i + (i < ends[0] ? shifts[0] : i < ends[1] ? shifts[1] : i < ends[2] ? shifts[2] : shifts[3]);
-  }
-};
-__device__ __forceinline__ Parts parts_of(const Line& line, const Request& request, int start, int r, int h, int heads,
-                                          int ctas, int num_requests) {
-  const int history = start + request.band_units(), end = history + request.history_units();
-  const long long band_entry = worker_entry(false, h, heads, ctas, num_requests) + r;
-  const long long history_entry = worker_entry(true, h, heads, ctas, num_requests) + r;
-  const int first_band = line.worker_at(start), last_band = line.worker_at(history - 1);
-  const int first = line.worker_at(history), last = line.worker_at(end - 1);
-  int first_cta = first / WARPS, last_cta = last / WARPS;
-  if (!line.is_within(first_cta, history, end)) first_cta++;
-  if (!line.is_within(last_cta, history, end)) last_cta--;
-  const bool has_ctas = first_cta <= last_cta;
-  const int end_first = has_ctas ? max(first, first_cta * WARPS) : last + 1;
-  const int first_last = has_ctas ? (last_cta + 1) * WARPS : last + 1;
-  Parts parts;
-  parts.append(0, band_entry + first_band, last_band - first_band + 1);
-  parts.append(1, history_entry + first, end_first - first);
-  parts.append(2, cta_entry(h, heads, ctas, num_requests) + first_cta, has_ctas ? last_cta - first_cta + 1 : 0);
-  parts.append(3, history_entry + first_last, max(last - first_last + 1, 0));
-  return parts;
-}
 #if HAS_SINKS
 #if SINK_TYPE == 0
 typedef float Sink;
@@ -63,32 +30,31 @@ __device__ __forceinline__ float sink_logit(u16 x) { return SINK_TYPE == 1 ? of_
 typedef void Sink;
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
-    const float* partial, const float* weights, const int* starts, const uint4* rotation_terms, const Sink* sinks,
-    const int* seq_lens, const int* prompt_lens, void* output, int num_requests, int ctas, int output_stride_t,
-    int output_stride_h) {
+extern "C" __global__ void __launch_bounds__(THREADS, IS_SMALL || D > 128 ? 1 : 2) decode_merge(
+    const float* partial, const float* weights, const int4* all_parts, const uint4* rotation_terms, const Sink* sinks,
+    void* output, int num_requests, int ctas, int output_stride_t, int output_stride_h) {
   __shared__ float sums[2][THREADS / 16][PITCH];
   __shared__ float tops[THREADS / 16], totals[THREADS / 16], denominators[16];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
-  const int h = blockIdx.y, heads = gridDim.y;
-  // the first 8 warps rotate
-  Matrix matrix(rotation_terms, h, warp % 8, lane);
-  matrix.load(0);
-  let_arrive(matrix.bits());
+  const int h = blockIdx.y;
+  Matrix matrix(rotation_terms, h, warp, lane);
+  // a small batch waits for it, a large one has no registers for it yet
+  if (IS_SMALL) {
+    matrix.load(0);
+    let_arrive(matrix.bits());
+  }
   wait_for_previous_launch();
 
   // 1. a team's parts; what is not history needs no rotation
   const int team = thread / 16, m = team / TEAMS, share = team % TEAMS, member = thread % 16;
   const int r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
-  const int seq_len = head < GROUP && r < num_requests ? seq_lens[r] : 0;
+  const bool is_row = head < GROUP && r < num_requests;
   Parts parts = {};
-  if (seq_len > 0)
-    parts = parts_of(make_line(starts[num_requests], ctas), request_of(seq_len, prompt_lens[r]), starts[r], r, h, heads, ctas,
-                     num_requests);
+  if (is_row) parts = parts_of_head(all_parts[2 * r], all_parts[2 * r + 1], h, ctas, num_requests);
   const int num_band = parts.num_band(), num_parts = parts.count();
   float top = MASKED, total = 0.0f;
 #if HAS_SINKS
-  if (seq_len > 0 && share == 0) {
+  if (num_parts > 0 && share == 0) {
     top = sink_logit(sinks[h * GROUP + head]) * LOG2E;
     total = 1.0f;
   }
@@ -96,24 +62,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
   float4 sum[2][VECTORS];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) sum[0][v] = sum[1][v] = {0, 0, 0, 0};
-#pragma unroll 4
-  for (int i = share; i < num_parts; i += TEAMS) {
-    const long long entry = parts.entry(i);
-    const float* weight = weights + entry * 2 * GROUP + head;
-    const float4* values = (const float4*)(partial + (entry * GROUP + head) * D) + member;
-    const float part_total = weight[GROUP], part_top = part_total > 0.0f ? weight[0] : MASKED;
-    const float larger = fmaxf(top, part_top), decay = exp2_fast(top - larger);
-    const float factor = part_total > 0.0f ? exp2_fast(part_top - larger) : 0.0f;
-    const float of_band = i < num_band ? factor : 0.0f, of_history = factor - of_band;
-    top = larger;
-    total = total * decay + part_total * factor;
+  for (int first = share; first < num_parts; first += AT_ONCE * TEAMS) {
+    float part_totals[AT_ONCE], part_tops[AT_ONCE];
+    float4 x[AT_ONCE][VECTORS];
 #pragma unroll
-    for (int v = 0; v < VECTORS; v++) {
-      const float4 x = values[16 * v];
-      float4 &y = sum[0][v], &z = sum[1][v];
-      y = {y.x * decay + of_band * x.x, y.y * decay + of_band * x.y, y.z * decay + of_band * x.z, y.w * decay + of_band * x.w};
-      z = {z.x * decay + of_history * x.x, z.y * decay + of_history * x.y, z.z * decay + of_history * x.z,
-           z.w * decay + of_history * x.w};
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int i = first + k * TEAMS;
+      // a part that there is not is the first one with a total of 0
+      const long long entry = parts.entry(i < num_parts ? i : first);
+      const float* weight = weights + entry * 2 * GROUP + head;
+      const float4* values = (const float4*)(partial + (entry * GROUP + head) * D) + member;
+      part_totals[k] = i < num_parts ? weight[GROUP] : 0.0f;
+      part_tops[k] = weight[0];
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) x[k][v] = values[16 * v];
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const float part_top = part_totals[k] > 0.0f ? part_tops[k] : MASKED;
+      const float larger = fmaxf(top, part_top), decay = exp2_fast(top - larger);
+      const float factor = part_totals[k] > 0.0f ? exp2_fast(part_top - larger) : 0.0f;
+      const float of_band = first + k * TEAMS < num_band ? factor : 0.0f, of_history = factor - of_band;
+      top = larger;
+      total = total * decay + part_totals[k] * factor;
+#pragma unroll
+      for (int v = 0; v < VECTORS; v++) {
+        const float4 own = x[k][v];
+        float4 &y = sum[0][v], &z = sum[1][v];
+        y = {y.x * decay + of_band * own.x, y.y * decay + of_band * own.y, y.z * decay + of_band * own.z,
+             y.w * decay + of_band * own.w};
+        z = {z.x * decay + of_history * own.x, z.y * decay + of_history * own.y, z.z * decay + of_history * own.z,
+             z.w * decay + of_history * own.w};
+      }
     }
   }
 #pragma unroll
@@ -143,7 +123,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     denominators[thread] = x > 0.0f ? x : 1.0f;
   }
   __syncthreads();
-  if (warp >= 8) return;
   // 3. rotate
   float c[2][COLUMN_TILES][4];
 #pragma unroll
@@ -152,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_merge(
     for (int k = 0; k < 4; k++) c[0][j][k] = c[1][j][k] = 0.0f;
 #pragma unroll
   for (int part = 0; part < MATRIX_LOADS / MATRIX_AHEAD; part++) {
-    if (part > 0) matrix.load(part);
+    if (part > 0 || !IS_SMALL) matrix.load(part);
     matrix.multiply<TERMS, TERMS>(c, part, [&](int step, int upper, int half) {
       const int n = row + 8 * half;
       return n < MERGED_ROWS ? *(const float2*)&sums[1][n * TEAMS][16 * step + 8 * upper + 2 * quad] : float2{0, 0};

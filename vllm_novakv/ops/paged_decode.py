@@ -67,14 +67,14 @@ class DecodeWorkspace:
         row_scales: f32, two numbers per query row.
         partial_output: f32, weighted values per split.
         partial_weights: f32, maximum and sum per split.
-        line_starts: int32, where each request begins in the CUDA kernels' line of work, and where it ends.
+        parts: int32 [max_requests, 8], where the CUDA kernels find the partial results of each request.
     """
 
     folded: torch.Tensor
     row_scales: torch.Tensor
     partial_output: torch.Tensor
     partial_weights: torch.Tensor
-    line_starts: torch.Tensor
+    parts: torch.Tensor
 
     @classmethod
     def allocate(
@@ -111,7 +111,7 @@ class DecodeWorkspace:
             row_scales=torch.zeros(2 * query_tiles, dtype=torch.float32, device=device),
             partial_output=torch.empty(partial_rows * head_size, dtype=torch.float32, device=device),
             partial_weights=torch.empty(2 * partial_rows, dtype=torch.float32, device=device),
-            line_starts=torch.empty(max_requests + 1, dtype=torch.int32, device=device),
+            parts=torch.empty(max_requests, 8, dtype=torch.int32, device=device),
         )
 
     def check_holds(self, num_requests: int, num_kv_heads: int, rows: int, partial_rows: int) -> None:
@@ -119,7 +119,7 @@ class DecodeWorkspace:
         if (
             self.partial_weights.numel() < 2 * partial_rows
             or self.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
-            or self.line_starts.numel() <= num_requests
+            or self.parts.shape[0] < num_requests
         ):
             raise ValueError(
                 f"the workspace is too small for {num_requests} requests; allocate it for the largest batch"
@@ -560,7 +560,7 @@ def paged_decode(
             workspace.row_scales,
             workspace.partial_output,
             workspace.partial_weights,
-            workspace.line_starts,
+            workspace.parts,
             ctas,
         )
         return output
