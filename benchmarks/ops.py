@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from codec_samples import sample_codec, sample_keys, sample_values
 
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, CodebookDtype
 from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.ops import reference
 from vllm_novakv.ops.flash_prefill import PrefillWorkspace, flash_prefill, make_plan
@@ -41,7 +42,7 @@ DEVICE = torch.device("cuda")
 REPEATS = 15
 DECODE_CASES = [
     "64x30000", "128x8192", "16x30000", "4x90000", "64x8192", "1x131072", "1x32768", "63x1000+1x128000",
-    "14/2x64:16x30000", "12/2x128:16x30000", "64/8x64:16x30000", "4/1x256:16x30000",
+    "14/2x64:64x30000", "12/2x128:64x30000", "64/8x64:16x30000", "4/1x256:64x30000",
 ]  # fmt: skip
 CALLS = 8
 """Calls in a graph, at least."""
@@ -78,13 +79,14 @@ def main() -> None:
     """Check, time, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the record")
+    parser.add_argument("--codebook-dtype", choices=CODEBOOK_DTYPES, default="float8_e4m3fn", help="of the centroids")
     parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
     parser.add_argument("--decode", nargs="*", default=DECODE_CASES)
     parser.add_argument("--prefill", nargs="*", default=["16384+0", "13616+16384"], help="chunk+context")
     parser.add_argument("--store", nargs="*", type=int, default=[1, 16, 128, 256, 512, 16384])
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    tables = KernelTables.build(sample_codec(KV_HEADS, SIZE, num_centroids=256).to(DEVICE))
+    tables = sample_tables(KV_HEADS, SIZE, arguments.codebook_dtype)
     copy = copy_bandwidth()
     results: dict[str, Any] = {"copy_tb_per_s": copy}
     print(f"copy {copy} TB/s")
@@ -106,8 +108,14 @@ def main() -> None:
             "prompt_recent": PROMPT_RECENT,
             "repeats": REPEATS,
             "calls": CALLS,
+            "codebook_dtype": arguments.codebook_dtype,
         }
         print(write_record(arguments.out, "ops-h200", settings, results, commit=arguments.commit))
+
+
+def sample_tables(kv_heads: int, size: int, dtype: CodebookDtype) -> KernelTables:
+    """Tables of a codec with centroids of a type."""
+    return KernelTables.build(sample_codec(kv_heads, size, num_centroids=256, book=dtype).to(DEVICE))
 
 
 def timed(run: Callable[[], Any], in_graph: bool = True, repeats: int = REPEATS, calls: int = 1) -> dict[str, float]:
@@ -207,7 +215,7 @@ def measure_decode(case: str, tables: KernelTables, copy: float) -> dict[str, An
     batch = DecodeCase.parse(case)
     num_requests = len(batch.lengths)
     if (batch.kv_heads, batch.size) != (KV_HEADS, SIZE):
-        tables = KernelTables.build(sample_codec(batch.kv_heads, batch.size, num_centroids=256).to(DEVICE))
+        tables = sample_tables(batch.kv_heads, batch.size, CODEBOOK_DTYPES[tables.centroid_format])
     record_bytes = sum(batch.lengths) * batch.kv_heads * tables.codec.layout.record_bytes
     caches = [random_caches(batch.lengths, RECENT, tables) for _ in range(copies_beyond_l2(record_bytes))]
     query = torch.randn(num_requests, batch.heads, batch.size, device=DEVICE).to(torch.bfloat16)

@@ -283,6 +283,7 @@ def run_part(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     requests = build_workload(tokenizer.encode(options.text.read_text(), add_special_tokens=False), options)
     llm = start_engine(options, cache, part == "mixed")
+    ready(Path(path)).touch()
     started = time.perf_counter()
     if part == "mixed":
         result = run_mixed(llm, requests, options.outstanding)
@@ -293,6 +294,11 @@ def run_part(options: argparse.Namespace) -> None:
     result["seconds"] = round(time.perf_counter() - started, 1)
     result["prompt_tokens"] = {str(n): len(request.prompt) for n, request in enumerate(requests)}
     Path(path).write_text(json.dumps(result))
+
+
+def ready(path: Path) -> Path:
+    """The file that says that the process which will write to a path has its engine."""
+    return path.with_suffix(".ready")
 
 
 def main() -> int:
@@ -307,7 +313,11 @@ def main() -> int:
             for part in ("mixed", *map(str, range(options.shards))):
                 path = Path(folder) / f"{cache}-{part}.json"
                 command = [sys.executable, __file__, *sys.argv[1:], "--run", cache, part, str(path)]
-                processes[cache, part] = subprocess.Popen(command), path
+                process = subprocess.Popen(command)
+                processes[cache, part] = process, path
+                # the others find what the first has compiled
+                while part == "mixed" and process.poll() is None and not ready(path).exists():
+                    time.sleep(1)
         parts: dict[Any, Any] = {}
         for key, (process, path) in processes.items():
             if process.wait() != 0:
