@@ -57,8 +57,8 @@ CACHES: dict[str, dict[str, Any]] = {
 MAX_REQUESTS = 256
 PROFILED_STEPS = 8
 KERNEL_KINDS = {
-    "store": ("_store_kernel", "store_search", "store_few", "reshape_and_cache"),
-    "attention": ("_fold_band", "decode_history", "_history_kernel", "_merge_kernel", "flash"),
+    "store": ("_store_kernel", "store_cuda", "reshape_and_cache"),
+    "attention": ("_fold_band", "decode_", "_history_kernel", "_merge_kernel", "flash"),
     "gemm": ("gemm", "nvjet", "cutlass", "gemv", "splitk"),
 }
 """Kinds of kernels by parts of their names, in the order in which they are tried; the rest is "other"."""

@@ -4,8 +4,9 @@
     python benchmarks/ops.py --out benchmarks/records
 
 Decode's effective bandwidth counts the record bytes of the context, each read once; a copy of the same GPU, bytes read
-and written counted, is measured in the same run. The baseline is attention over an uncompressed BF16 cache: vLLM's
-FlashAttention 3 where vLLM is installed, PyTorch's SDPA otherwise.
+and written counted, is measured in the same run. As in a server, where every layer has a cache of its own, several
+calls follow each other in one CUDA graph, over caches that together are twice the L2 cache, and a call's time is the
+graph's over their number. The baseline is vLLM's FlashAttention 3 over uncompressed BF16 and FP8 caches, timed alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from codec_samples import sample_codec, sample_keys, sample_values
 
 from vllm_novakv.evaluation.record import write_record
-from vllm_novakv.ops import paged_decode as decode_op
 from vllm_novakv.ops import reference
 from vllm_novakv.ops.flash_prefill import PrefillWorkspace, flash_prefill, make_plan
 from vllm_novakv.ops.paged_decode import DecodeWorkspace, paged_decode
@@ -36,7 +39,39 @@ HEADS, KV_HEADS, SIZE = 32, 8, 128
 SINK, RECENT, PROMPT_RECENT, BAND_BLOCK = 64, 256, 1024, 16
 DEVICE = torch.device("cuda")
 REPEATS = 15
+DECODE_CASES = [
+    "64x30000", "128x8192", "16x30000", "4x90000", "64x8192", "1x131072", "1x32768", "63x1000+1x128000",
+    "14/2x64:16x30000", "12/2x128:16x30000", "64/8x64:16x30000", "4/1x256:16x30000",
+]  # fmt: skip
+CALLS = 8
+"""Calls in a graph, at least."""
+
 TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """A decode step, written `[HEADS/KV_HEADSxSIZE:]REQUESTSxCONTEXT[+REQUESTSxCONTEXT…]`.
+
+    >>> DecodeCase.parse("14/2x64:2x1000+1x9000")
+    DecodeCase(heads=14, kv_heads=2, size=64, lengths=(1000, 1000, 9000))
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DecodeCase:
+        """The case that a text describes."""
+        model, _, batch = text.rpartition(":")
+        heads, kv_heads, size = HEADS, KV_HEADS, SIZE
+        if model:
+            counts, size = model.split("x")[0], int(model.split("x")[1])
+            heads, kv_heads = map(int, counts.split("/"))
+        parts = [tuple(map(int, part.split("x"))) for part in batch.split("+")]
+        return cls(heads, kv_heads, size, tuple(length for count, length in parts for _ in range(count)))
 
 
 def main() -> None:
@@ -44,9 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
-    parser.add_argument("--decode", nargs="*", default=["64x30000", "16x30000", "64x8192", "1x32768"])
+    parser.add_argument("--decode", nargs="*", default=DECODE_CASES)
     parser.add_argument("--prefill", nargs="*", default=["16384+0", "13616+16384"], help="chunk+context")
-    parser.add_argument("--store", nargs="*", type=int, default=[1, 128, 16384])
+    parser.add_argument("--store", nargs="*", type=int, default=[1, 16, 128, 256, 512, 16384])
     arguments = parser.parse_args()
     torch.manual_seed(0)
     tables = KernelTables.build(sample_codec(KV_HEADS, SIZE, num_centroids=256).to(DEVICE))
@@ -70,12 +105,20 @@ def main() -> None:
             "recent": RECENT,
             "prompt_recent": PROMPT_RECENT,
             "repeats": REPEATS,
+            "calls": CALLS,
         }
         print(write_record(arguments.out, "ops-h200", settings, results, commit=arguments.commit))
 
 
-def timed(run: Callable[[], Any], in_graph: bool = True, repeats: int = REPEATS) -> dict[str, float]:
-    """Median and quartiles in microseconds; small launches are replayed from a CUDA graph, as the server does."""
+def timed(run: Callable[[], Any], in_graph: bool = True, repeats: int = REPEATS, calls: int = 1) -> dict[str, float]:
+    """Median and quartiles in microseconds of a call; small launches are replayed from a CUDA graph, as in a server.
+
+    Args:
+        run: what is timed.
+        in_graph: whether a CUDA graph holds it.
+        repeats: how often.
+        calls: how many calls of the operation are in it.
+    """
     run()
     torch.cuda.synchronize()
     if in_graph:
@@ -90,9 +133,20 @@ def timed(run: Callable[[], Any], in_graph: bool = True, repeats: int = REPEATS)
         run()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
     quartiles = statistics.quantiles(times, n=4)
     return {"us": round(statistics.median(times), 1), "q1": round(quartiles[0], 1), "q3": round(quartiles[2], 1)}
+
+
+def copies_beyond_l2(num_bytes: int) -> int:
+    """Caches of this size that together are at least twice the L2 cache."""
+    return max(1, -(-2 * torch.cuda.get_device_properties(DEVICE).L2_cache_size // num_bytes))
+
+
+def timed_over(runs: Sequence[Callable[[], Any]]) -> dict[str, float]:
+    """Time of one call, where calls follow each other, each with the next of several caches."""
+    calls = list(islice(cycle(runs), max(CALLS, len(runs))))
+    return timed(lambda: [call() for call in calls], calls=len(calls))
 
 
 def copy_bandwidth() -> float:
@@ -104,23 +158,40 @@ def copy_bandwidth() -> float:
 
 def random_cache(num_requests: int, length: int, kept_from: int, tables: KernelTables) -> tuple[Any, ...]:
     """A history of random codes, and a band that holds the sink and the tokens from kept_from on."""
-    layout, blocks = tables.codec.layout, -(-length // 128)
-    heads, size = tables.codec.num_kv_heads, tables.codec.head_size
-    cache = torch.randint(
-        0, 256, (num_requests * blocks + 1, heads, 128, layout.record_bytes), dtype=torch.uint8, device=DEVICE
-    )
+    return random_caches([length] * num_requests, length - kept_from, tables)
+
+
+def random_caches(lengths: Sequence[int], num_kept: int, tables: KernelTables) -> tuple[Any, ...]:
+    """A history of random codes, and a band that holds the sink and the latest tokens of every request.
+
+    Args:
+        lengths: of the requests.
+        num_kept: latest tokens that the band holds.
+        tables: of the codec.
+    """
+    layout, heads, size = tables.codec.layout, tables.codec.num_kv_heads, tables.codec.head_size
+    blocks = [-(-length // 128) for length in lengths]
+    cache = torch.randint(0, 256, (sum(blocks) + 1, heads, 128, layout.record_bytes), dtype=torch.uint8, device=DEVICE)
     scales = (torch.rand(cache.shape[0], heads, 256, device=DEVICE) / 2 + 0.5).to(torch.bfloat16)
     cache.flatten(2)[..., layout.block_key_scale_start :] = scales.view(torch.uint8)
-    order = torch.randperm(num_requests * blocks, device=DEVICE).to(torch.int32) + 1
-    starts = torch.arange(-(-length // BAND_BLOCK)) * BAND_BLOCK
-    kept = ((starts < SINK) | (starts + BAND_BLOCK > kept_from)).nonzero().flatten().to(DEVICE)
-    band_table = torch.zeros(num_requests, len(starts), dtype=torch.int32, device=DEVICE)
-    count = num_requests * len(kept)
-    band_table[:, kept] = (torch.randperm(count, device=DEVICE).to(torch.int32) + 1).view(num_requests, -1)
-    band = torch.randn(count + 1, heads, BAND_BLOCK, 2 * size, device=DEVICE).to(torch.bfloat16)
-    seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device=DEVICE)
-    history = PackedHistory(cache, tables.codec, tables)
-    return history, band, order.view(num_requests, blocks), band_table, seq_lens
+    history_table = table_of([torch.arange(count) for count in blocks])
+    held = []
+    for length in lengths:
+        starts = torch.arange(-(-length // BAND_BLOCK)) * BAND_BLOCK
+        held.append(((starts < SINK) | (starts + BAND_BLOCK > length - num_kept)).nonzero().flatten())
+    band_table = table_of(held)
+    band = torch.randn(sum(map(len, held)) + 1, heads, BAND_BLOCK, 2 * size, device=DEVICE).to(torch.bfloat16)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return PackedHistory(cache, tables.codec, tables), band, history_table, band_table, seq_lens
+
+
+def table_of(entries: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A block table whose requests hold blocks at these entries, in random order from block 1 on; the others are 0."""
+    order = iter((torch.randperm(sum(map(len, entries))) + 1).split(list(map(len, entries))))
+    table = torch.zeros(len(entries), max(int(e[-1]) for e in entries) + 1, dtype=torch.int32)
+    for row, places in zip(table, entries, strict=True):
+        row[places] = next(order).to(torch.int32)
+    return table.to(DEVICE)
 
 
 def check(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -132,63 +203,78 @@ def check(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_decode(case: str, tables: KernelTables, copy: float) -> dict[str, Any]:
-    """One decode step of `requests x context`."""
-    num_requests, length = map(int, case.split("x"))
-    history, band, table, band_table, seq_lens = random_cache(num_requests, length, length - RECENT, tables)
-    query = torch.randn(num_requests, HEADS, SIZE, device=DEVICE).to(torch.bfloat16)
+    """One decode step."""
+    batch = DecodeCase.parse(case)
+    num_requests = len(batch.lengths)
+    if (batch.kv_heads, batch.size) != (KV_HEADS, SIZE):
+        tables = KernelTables.build(sample_codec(batch.kv_heads, batch.size, num_centroids=256).to(DEVICE))
+    record_bytes = sum(batch.lengths) * batch.kv_heads * tables.codec.layout.record_bytes
+    caches = [random_caches(batch.lengths, RECENT, tables) for _ in range(copies_beyond_l2(record_bytes))]
+    query = torch.randn(num_requests, batch.heads, batch.size, device=DEVICE).to(torch.bfloat16)
     output = torch.empty_like(query)
-    workspace = DecodeWorkspace.allocate(num_requests, HEADS, KV_HEADS, SIZE, DEVICE)
-    prompt_lens = seq_lens - 1
-    options = (SIZE**-0.5, SINK, RECENT, PROMPT_RECENT)
+    workspace = DecodeWorkspace.allocate(num_requests, batch.heads, batch.kv_heads, batch.size, DEVICE)
+    prompt_lens = caches[0][-1] - 1
+    options = (batch.size**-0.5, SINK, RECENT, PROMPT_RECENT)
 
-    def run(use_cuda: bool) -> None:
-        paged_decode(
-            query, history, band, table, band_table, seq_lens, prompt_lens, *options, output=output,
-            workspace=workspace, use_cuda=use_cuda,
-        )  # fmt: skip
+    def call(use_cuda: bool, history: PackedHistory, band: torch.Tensor, *paged: torch.Tensor) -> torch.Tensor:
+        return paged_decode(
+            query, history, band, *paged, prompt_lens, *options, output=output, workspace=workspace, use_cuda=use_cuda
+        )
 
-    plain = reference.QuantizedHistory(history.cache, tables.codec)
+    history, band, *paged = caches[0]
+    # the first and the last: the reference is slow
+    checked = torch.tensor([0, num_requests - 1], device=DEVICE)
     expected = reference.paged_decode(
-        query[:2], plain, band, table[:2], band_table[:2], seq_lens[:2], prompt_lens[:2], *options
-    )
-    record_bytes = num_requests * length * KV_HEADS * tables.codec.layout.record_bytes
-    result: dict[str, Any] = {"splits": decode_op.num_splits(num_requests, KV_HEADS, SIZE, DEVICE)}
+        query[checked], reference.QuantizedHistory(history.cache, tables.codec), band,
+        *(x[checked] for x in (*paged, prompt_lens)), *options,
+    )  # fmt: skip
+    result: dict[str, Any] = {}
     for name, use_cuda in (("triton", False), ("cuda", True)):
-        run(use_cuda)
-        error = check(output[:2], expected)
-        time_us = timed(lambda use_cuda=use_cuda: run(use_cuda))
+        runs = [partial(call, use_cuda, *cache) for cache in caches]
+        runs[0]()
+        error = check(output[checked], expected)
+        time_us = timed_over(runs)
         rate = record_bytes / time_us["us"] / 1e6
         result[name] = time_us | {"tb_per_s": round(rate, 3), "of_copy": round(rate / copy, 3), "error": error}
-    result |= baseline_decode(num_requests, length, query)
-    return result
+    del caches, history, band, paged, runs
+    return result | baseline_decode(batch, query)
 
 
-def baseline_decode(num_requests: int, length: int, query: torch.Tensor) -> dict[str, Any]:
+def baseline_decode(batch: DecodeCase, query: torch.Tensor) -> dict[str, Any]:
     """The same attention over an uncompressed paged cache."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
     except ImportError:
         return {}
-    blocks = -(-length // 16)
-    shape = (num_requests * blocks, 16, KV_HEADS, SIZE)
-    table = torch.randperm(num_requests * blocks, device=DEVICE).to(torch.int32).view(num_requests, blocks)
+    num_requests = len(batch.lengths)
+    blocks = [-(-length // 16) for length in batch.lengths]
+    shape = (sum(blocks) + 1, 16, batch.kv_heads, batch.size)
+    table = table_of([torch.arange(count) for count in blocks])
     starts = torch.arange(num_requests + 1, dtype=torch.int32, device=DEVICE)
-    lengths = torch.full((num_requests,), length, dtype=torch.int32, device=DEVICE)
-    key = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-    value = torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-    ones = torch.ones(num_requests, KV_HEADS, device=DEVICE)
+    lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=DEVICE)
+    ones = torch.ones(num_requests, batch.kv_heads, device=DEVICE)
     result = {}
     for name, dtype in (("bf16_flash_attention_3", torch.bfloat16), ("fp8_flash_attention_3", torch.float8_e4m3fn)):
-        q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+        num_bytes = 2 * sum(batch.lengths) * batch.kv_heads * batch.size * dtype.itemsize
+        caches = [
+            [torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).to(dtype) for _ in range(2)]
+            for _ in range(copies_beyond_l2(num_bytes))
+        ]
+        q = query.to(dtype)
         extra = {} if dtype is torch.bfloat16 else {"q_descale": ones, "k_descale": ones, "v_descale": ones}
-        run = lambda q=q, k=k, v=v, extra=extra: flash_attn_varlen_func(  # noqa: E731
-            q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=length, seqused_k=lengths, block_table=table,
-            softmax_scale=SIZE**-0.5, causal=True, fa_version=3, **extra,
-        )  # fmt: skip
+        runs = [
+            partial(
+                flash_attn_varlen_func, q, k, v, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=max(batch.lengths),
+                seqused_k=lengths, block_table=table, softmax_scale=batch.size**-0.5, causal=True, fa_version=3,
+                **extra,
+            )
+            for k, v in caches
+        ]  # fmt: skip
         try:
-            result[name] = timed(run)
+            result[name] = timed_over(runs)
         except Exception as error:
             result[name] = {"error": str(error)[:200]}
+        del caches, runs
     return result
 
 
@@ -200,19 +286,21 @@ def measure_store(num_tokens: int, tables: KernelTables, copy: float) -> dict[st
     slots = torch.randperm(num_tokens, device=DEVICE) + 128
     band_slots = torch.where(torch.arange(num_tokens, device=DEVICE) < RECENT, slots, 0)
     blocks = -(-num_tokens // 128) + 1
-    caches = [
+    pages = [
         (
             torch.zeros(blocks, KV_HEADS, 128, codec.layout.record_bytes, dtype=torch.uint8, device=DEVICE),
             torch.zeros(-(-(num_tokens + 128) // 16), KV_HEADS, 16, 2 * SIZE, dtype=torch.bfloat16, device=DEVICE),
         )
-        for _ in range(2)
+        for _ in range(CALLS)
     ]
-    reference.store(key, value, *caches[0], slots, band_slots, codec)
-    store(key, value, *caches[1], slots, band_slots, tables)
-    differing = float((caches[0][0] != caches[1][0]).double().mean())
+    reference.store(key, value, *pages[0], slots, band_slots, codec)
+    store(key, value, *pages[1], slots, band_slots, tables)
+    differing = float((pages[0][0] != pages[1][0]).double().mean())
     if differing > 1e-4:
         raise SystemExit(f"{differing:.2%} of the stored bytes differ from the reference's")
-    time_us = timed(lambda: store(key, value, *caches[1], slots, band_slots, tables))
+    # as in a server: rows of 16 bits, other blocks in every call
+    key, value = key.to(torch.bfloat16), value.to(torch.bfloat16)
+    time_us = timed_over([partial(store, key, value, *page, slots, band_slots, tables) for page in pages])
     return time_us | {"differing_bytes": round(differing, 9)}
 
 

@@ -97,9 +97,9 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def thousands(shape: str) -> str:
-    """ "16x30000" as "16 x 30,000"."""
-    count, length = shape.split("x")
-    return f"{count} x {int(length):,}"
+    """ "16x30000" as "16 x 30,000", "63x1000+1x128000" as "63 x 1,000 and 1 x 128,000"."""
+    parts = (part.split("x") for part in shape.split("+"))
+    return " and ".join(f"{count} x {int(length):,}" for count, length in parts)
 
 
 def operations_table() -> str:
@@ -110,7 +110,9 @@ def operations_table() -> str:
         kind, _, case = name.partition(" ")
         if kind == "decode":
             ours, bf16, fp8 = (figures.get(k, {}) for k in ("cuda", "bf16_flash_attention_3", "fp8_flash_attention_3"))
-            label = f"decode, {thousands(case)} tokens"
+            model, _, batch = case.rpartition(":")
+            heads, _, size = model.partition("x")
+            label = f"decode, {thousands(batch)} tokens" + (f", {heads} heads of {size}" if model else "")
             rate = f"{ours['tb_per_s']:.2f} TB/s, {ours['of_copy']:.0%} of a copy's"
             rows.append([label, f"{ours['us']:,.0f}", microseconds(bf16), microseconds(fp8), rate])
         elif kind == "prefill":
@@ -234,9 +236,14 @@ def plot_decode_operation(path: Path) -> None:
     from matplotlib import pyplot
 
     record = newest(r".*ops-h200")
-    cases = {name.partition(" ")[2]: figures for name, figures in record.results.items() if name.startswith("decode ")}
+    # of the record's own shape of heads
+    cases = {
+        name.partition(" ")[2]: figures
+        for name, figures in record.results.items()
+        if name.startswith("decode ") and ":" not in name
+    }
     keys = {"novakv": "cuda", "bf16": "bf16_flash_attention_3", "fp8": "fp8_flash_attention_3"}
-    figure_, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    figure_, axes = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
     for i, (cache, key) in enumerate(keys.items()):
         values = [figures.get(key, {}).get("us", 0.0) for figures in cases.values()]
         bars = axes.bar(
@@ -247,7 +254,7 @@ def plot_decode_operation(path: Path) -> None:
             color=CACHE_COLOURS[cache],
         )
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    axes.set_xticks(range(len(cases)), [thousands(case) for case in cases])
+    axes.set_xticks(range(len(cases)), [thousands(case).replace(" and ", "\n") for case in cases], fontsize=8)
     axes.set_xlabel("requests x context tokens")
     axes.set_ylabel("attention of one layer, µs")
     axes.set_yscale("log")

@@ -99,9 +99,7 @@ def operation_of(case: Case, is_small: bool = False) -> Callable[[], object]:
         slots = torch.randperm(count, device=device) + 128
         band_slots = torch.where(torch.arange(count, device=device) < RECENT, slots, 0)
         history, band, *_ = random_cache(1, count + 128, 0, tables)
-        # few tokens: the portable kernel, which CUDA C++ replaces where it runs
-        use_cuda = None if count > 512 else False
-        return lambda: store.store(key, value, history.cache, band, slots, band_slots, tables, use_cuda=use_cuda)
+        return lambda: store.store(key, value, history.cache, band, slots, band_slots, tables, use_cuda=False)
     if case.operation in ("fold", "history", "merge"):
         count, length = DECODE_SHAPES[case.max_batch]
         if is_small:

@@ -81,6 +81,16 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int offset) {
   emulator::wait_warp();
   return other;
 }
+// a lane without one `offset` below keeps its own
+template <class T> T __shfl_up_sync(unsigned, T value, int offset) {
+  const int own = emulator::current;
+  memcpy(emulator::words(own), &value, 4);
+  emulator::wait_warp();
+  T other = value;
+  if (own % 32 >= offset) memcpy(&other, emulator::words(own - offset), 4);
+  emulator::wait_warp();
+  return other;
+}
 inline bool __any_sync(unsigned, bool value) {
   emulator::words(emulator::current)[0] = value;
   emulator::wait_warp();
@@ -152,14 +162,27 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
   multiply_halves(c, {a0, a1, a2, a3, b0, b1}, of_half);
 }
 // of bf16
+inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  multiply_halves(c, {a0, a1, a2, a3, b0, b1}, [](uint16_t x) { return __uint_as_float((uint32_t)x << 16); });
+}
 inline void multiply(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  multiply_halves(c, {a.x, a.y, a.z, a.w, b0, b1}, [](uint16_t x) { return __uint_as_float((uint32_t)x << 16); });
+  multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
 }
 inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   for (float& x : c) x = 0.0f;
   multiply(c, a, b0, b1);
 }
 inline void prefetch(const void*) {}
+inline void copy_ahead(uint4* target, const uint4* source) { *target = *source; }
+inline void wait_for_copies() { emulator::wait_warp(); }
+inline void keep(uint32_t&) {}
+inline void wait_for_previous_launch() {}
+inline void let_next_launch_begin() {}
+inline uint32_t pack_bf16(float low, float high) {
+  // to the nearest, ties to even
+  const auto rounded = [](float x) { const uint32_t y = __float_as_uint(x); return (y + 0x7FFF + (y >> 16 & 1)) >> 16; };
+  return rounded(low) | rounded(high) << 16;
+}
 
 inline void launch(Index grid, int num_threads, std::function<void()> body) {
   emulator::body = body;

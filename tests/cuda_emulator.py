@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_novakv.ops import decode_history, nvrtc, store_few, store_search
+from vllm_novakv.ops import decode_cuda, nvrtc, store_cuda
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.h")
 
@@ -43,12 +43,10 @@ def emulated_cuda(tmp_path, monkeypatch):
     """Kernels are compiled for the CPU and run where tensors are on it; skipped where there is no C++ compiler."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, which compiles the kernels' source for the CPU")
-    caches = (decode_history._compiled, store_few._compiled, store_search._compiled)
+    caches = (decode_cuda._compiled, store_cuda._compiled)
     for cache in caches:
         cache.cache_clear()
-    monkeypatch.setattr(
-        nvrtc, "compile_kernel", lambda source, name, device, shared_bytes=0: EmulatedKernel(source, name, tmp_path)
-    )
+    monkeypatch.setattr(nvrtc, "compile_kernel", lambda source, name, *_, **__: EmulatedKernel(source, name, tmp_path))
     yield
     for cache in caches:
         cache.cache_clear()

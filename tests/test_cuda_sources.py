@@ -17,7 +17,7 @@ from ops_scenario import (
 )
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
-from vllm_novakv.ops import reference, store_few
+from vllm_novakv.ops import reference, store_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed")
 with interpreted_without_gpu():
@@ -35,6 +35,7 @@ pytestmark = [
     "scenario",
     [
         pytest.param(Scenario((1, 17, 130, 300), num_kv_heads=1), id="mixed-lengths"),
+        pytest.param(Scenario((*range(1, 90, 4), 700, 5), num_kv_heads=1), id="short-among-long"),
         pytest.param(Scenario((520,), num_kv_heads=1, group=3, head_size=128), id="gqa3-hs128"),
         pytest.param(Scenario((140,), num_kv_heads=1, group=7, head_size=256), id="gqa7-hs256"),
         pytest.param(Scenario((131, 260), num_kv_heads=1, layout="BLHNC", page_padding=256), id="block-outermost"),
@@ -61,18 +62,42 @@ def test_decode_equals_dense_attention(scenario):
     assert relative_error(output, reference.paged_decode(batch.query, plain, *arguments)) < 4e-3
 
 
+@pytest.mark.parametrize("ctas", [1, 3, 9])
+def test_decode_skips_padded_rows(ctas):
+    batch = build(Scenario((150, 20), num_kv_heads=1))
+    history = PackedHistory(batch.history_cache, batch.codec, KernelTables.build(batch.codec))
+    tables, lengths = (batch.history_table, batch.band_table), (batch.seq_lens, batch.prompt_lens)
+
+    def run(query, tables, lengths):
+        output = torch.full(query.shape, torch.nan)
+        arguments = (batch.band_cache, *tables, *lengths, *batch.options)
+        return decode_op.paged_decode(query, history, *arguments, output=output, splits=ctas, use_cuda=True)
+
+    # before, between and after the requests
+    rows = torch.tensor([1, 3])
+    padded = [x.new_zeros(5, *x.shape[1:]) for x in (*tables, *lengths)]
+    for target, source in zip(padded, (*tables, *lengths), strict=True):
+        target[rows] = source
+    query = torch.full((5, *batch.query.shape[1:]), torch.nan, dtype=batch.query.dtype)
+    query[rows] = batch.query
+    output = run(query, padded[:2], padded[2:])
+    torch.testing.assert_close(output[rows], run(batch.query, tables, lengths), rtol=1e-4, atol=1e-6)
+    assert (output[[0, 2, 4]] == 0).all()
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "size", "dtype", "fp8", "is_one_launch"),
+    ("num_tokens", "heads", "size", "dtype", "fp8", "is_few"),
     [
-        pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="one-launch-tok19-kv2-hs128"),
-        pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="one-launch-tok5-kv1-hs64-fp16"),
-        pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="one-launch-tok3-kv1-hs256-fp32"),
-        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="search-tok70-kv1-hs64"),
-        pytest.param(9, 1, 128, torch.float16, "float8_e5m2", False, id="search-tok9-kv1-hs128-fp16"),
+        pytest.param(19, 2, 128, torch.bfloat16, "float8_e4m3fn", True, id="few-tok19-kv2-hs128"),
+        pytest.param(5, 1, 64, torch.float16, "float8_e5m2", True, id="few-tok5-kv1-hs64-fp16"),
+        pytest.param(3, 1, 256, torch.float32, "float8_e4m3fn", True, id="few-tok3-kv1-hs256-fp32"),
+        pytest.param(70, 1, 64, torch.bfloat16, "float8_e4m3fn", False, id="many-tok70-kv1-hs64"),
+        pytest.param(70, 1, 128, torch.float16, "float8_e5m2", False, id="many-tok70-kv1-hs128-fp16"),
+        pytest.param(35, 1, 256, torch.bfloat16, "float8_e4m3fn", False, id="many-tok35-kv1-hs256"),
     ],
 )
-def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_one_launch):
-    monkeypatch.setattr(store_few, "MAX_TOKENS", 512 if is_one_launch else 0)
+def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, size, dtype, fp8, is_few):
+    monkeypatch.setattr(store_cuda, "FEW_TOKENS", 256 if is_few else 0)
     codec = sample_codec(heads, size, fp8=fp8, num_centroids=200)
     key = sample_keys(codec, num_tokens).to(dtype)
     value = sample_values(codec, num_tokens).to(dtype)

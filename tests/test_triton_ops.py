@@ -25,7 +25,7 @@ from vllm_novakv.ops import reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 with interpreted_without_gpu():
-    from vllm_novakv.ops import decode_history
+    from vllm_novakv.ops import decode_cuda
     from vllm_novakv.ops import paged_decode as decode_op
     from vllm_novakv.ops import prefill as prefill_op
     from vllm_novakv.ops import store as store_op
@@ -115,7 +115,7 @@ def assert_as_precise_as_pytorch(actual, batch):
 @pytest.mark.parametrize("use_cuda", [False, pytest.param(True, marks=GPU_MARKS)], ids=["triton", "cuda"])
 @pytest.mark.parametrize("scenario", cases(DECODE, GPU_DECODE))
 def test_decode_equals_dense_attention(scenario, use_cuda):
-    if use_cuda and scenario.group > decode_history.MAX_ROWS:
+    if use_cuda and scenario.group > decode_cuda.MAX_GROUP:
         pytest.skip("the CUDA kernel serves up to 8 query heads per KV head")
     batch = build(on(DEVICE, scenario))
     arguments = (
@@ -167,6 +167,44 @@ def test_decode_skips_padded_rows():
     )
     assert torch.equal(output[:2], alone)
     assert (output[2:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="launches overlap on a GPU alone")
+@pytest.mark.parametrize("num_requests", [1, 3, 40])
+def test_decode_sees_what_was_stored_just_before(num_requests):
+    """Launches that begin before the one ahead of them has ended must wait for what they read."""
+    batch = build(on(DEVICE, Scenario((500, 3000, 37)[:num_requests] * max(1, num_requests // 3), group=7, **REAL)))
+    history = packed(batch)
+    heads, size = batch.codec.num_kv_heads, batch.codec.head_size
+    last = batch.seq_lens.long() - 1
+    requests = torch.arange(len(last), device=DEVICE)
+    history_slots = batch.history_table[requests, last // BLOCK_TOKENS].long() * BLOCK_TOKENS + last % BLOCK_TOKENS
+    band_slots = batch.band_table[requests, last // BAND_BLOCK].long() * BAND_BLOCK + last % BAND_BLOCK
+    steps = 16
+    keys, values = torch.randn(2, steps, len(last), heads, size, device=DEVICE).to(torch.bfloat16)
+    workspace = decode_op.DecodeWorkspace.allocate(len(last), 7 * heads, heads, size, torch.device(DEVICE))
+    tables = (batch.band_cache, batch.history_table, batch.band_table, batch.seq_lens, batch.prompt_lens)
+
+    def run(outputs, after_each=lambda: None):
+        for key, value, output in zip(keys, values, outputs, strict=True):
+            store_op.store(key, value, batch.history_cache, batch.band_cache, history_slots, band_slots, history.tables)
+            after_each()
+            decode_op.paged_decode(batch.query, history, *tables, *batch.options, output=output, workspace=workspace)
+            after_each()
+        return outputs
+
+    shape = (steps, *batch.query.shape)
+    expected = run(torch.full(shape, torch.nan, device=DEVICE), torch.cuda.synchronize)
+    outputs = run(torch.full(shape, torch.nan, device=DEVICE))
+    assert torch.equal(outputs, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(outputs)
+    for _ in range(20):
+        outputs.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(outputs, expected)
 
 
 @pytest.mark.parametrize("scenario", cases(PREFILL, GPU_PREFILL))

@@ -204,13 +204,11 @@ class KernelOps:
     Args:
         tables: the layer's kernel tables.
         workspace: decode scratch, shared by all layers.
-        transformed_keys: scratch of the store, shared by all layers.
         flash: FlashAttention for prompts; where there is none, the Triton operation computes them alone.
     """
 
     tables: KernelTables
     workspace: DecodeWorkspace
-    transformed_keys: torch.Tensor
     flash: FlashPrefill | None
 
     def store(
@@ -225,8 +223,7 @@ class KernelOps:
         """See `OpSet`."""
         from vllm_novakv.ops.store import store
 
-        arguments = (key, value, history_cache, band_cache, history_slots, band_slots, self.tables)
-        store(*arguments, scratch=self.transformed_keys)
+        store(key, value, history_cache, band_cache, history_slots, band_slots, self.tables)
 
     def decode(
         self,
@@ -348,13 +345,12 @@ def select_ops(
 
     workspace = _shared_workspace(max_requests, num_heads, codec.num_kv_heads, codec.head_size, device)
     flash = _flash_prefill(codec, dtype, num_heads, max_tokens, options, device)
-    transformed_keys = _shared_key_scratch(max_tokens, codec.num_kv_heads, codec.head_size, device)
-    ops = KernelOps(KernelTables.build(codec), workspace, transformed_keys, flash)
+    ops = KernelOps(KernelTables.build(codec), workspace, flash)
     key = (num_heads, codec.num_kv_heads, codec.head_size, codec.num_centroids, ops.tables.is_e5m2, dtype, device)
     windows = (options.sink_tokens, options.recent_tokens, options.prompt_recent_tokens)
     constants = (*windows, options.logits_soft_cap > 0, options.sinks is not None)
     if _first_time(*key, *constants):
-        _warm_up(ops, dtype, num_heads, max_requests, options)
+        _warm_up(ops, dtype, num_heads, max_requests, max_tokens, options)
     return ops
 
 
@@ -395,11 +391,6 @@ def _shared_prefill_workspace(
 
 
 @lru_cache(maxsize=8)
-def _shared_key_scratch(max_tokens: int, num_kv_heads: int, head_size: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(max_tokens, num_kv_heads, head_size, dtype=torch.float32, device=device)
-
-
-@lru_cache(maxsize=8)
 def _shared_workspace(
     max_requests: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
 ) -> DecodeWorkspace:
@@ -420,15 +411,22 @@ def _seen(*variant: object) -> None:
     return None
 
 
-def _warm_up(ops: KernelOps, dtype: torch.dtype, num_heads: int, max_requests: int, options: AttentionOptions) -> None:
+def _warm_up(
+    ops: KernelOps,
+    dtype: torch.dtype,
+    num_heads: int,
+    max_requests: int,
+    max_tokens: int,
+    options: AttentionOptions,
+) -> None:
     """Compile every kernel variant on caches of two blocks, so that no request waits for a compiler."""
     codec = ops.tables.codec
     heads, size, device = codec.num_kv_heads, codec.head_size, codec.key_mean.device
     logger.info("NOVAKV: compiling the kernels for head size %d, %d:%d heads", size, num_heads, heads)
     history_cache = torch.zeros(2, heads, BLOCK_TOKENS, codec.layout.record_bytes, dtype=torch.uint8, device=device)
     band_cache = torch.zeros(2, heads, BAND_BLOCK_TOKENS, 2 * size, dtype=torch.bfloat16, device=device)
-    # the store has a variant for few tokens and one for many; decode, one for a band in parts
-    tokens = min(1024, ops.transformed_keys.shape[0])
+    # the store has a variant for few tokens and one for many; decode, one for small batches
+    tokens = min(1024, max_tokens)
     # as the layers of a fused projection hand them over: rows longer than their part
     qkv = torch.zeros(tokens, num_heads + 2 * heads, size, dtype=dtype, device=device)
     query, key, value = qkv.split([num_heads, heads, heads], dim=1)

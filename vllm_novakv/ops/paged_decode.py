@@ -9,11 +9,11 @@ Three launches, whose grids depend on shapes alone:
    the GPU.
 2. history, (split, KV head, request): each split reads its share of the request's blocks in tiles and keeps a running
    maximum, the sum of weights and the weighted values of every query head of the KV head. The maximum is taken over
-   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16. Where it runs, the
-   CUDA kernel of ops/decode_history.py takes this launch's place.
+   logit + log₂ s, so that the weights w s that meet the value codes are at most 1 and fit fp16.
 3. merge, (requests, KV head): the splits by log-sum-exp, the rotation R_V^T, the band, the learned sink.
 
-Partial results are [request, KV head, part, query head, dim]: the history's splits, then the band's.
+Partial results are [request, KV head, part, query head, dim]: the history's splits, then the band's. Where they run,
+the CUDA kernels of ops/decode_cuda.py take the place of these.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_novakv.ops import decode_history
+from vllm_novakv.ops import decode_cuda
 from vllm_novakv.ops.checks import check_attention_inputs, heads_per_kv_head
 from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import PackedHistory
@@ -51,6 +51,9 @@ _START_COST = 0.01
 """What a program does once, whatever its share (its codebook, its partial result), in units of its time for a whole
 context."""
 
+_RESIDENT = {64: 4, 128: 3, 256: 2}
+"""Programs that run on a processor at the same time, by head size."""
+
 _MIN_QUERY_ROWS = 8
 _MIN_GROUP_ROWS, _TILE_ROWS = 4, 16
 
@@ -64,12 +67,14 @@ class DecodeWorkspace:
         row_scales: f32, two numbers per query row.
         partial_output: f32, weighted values per split.
         partial_weights: f32, maximum and sum per split.
+        line_starts: int32, where each request begins in the CUDA kernels' line of work, and where it ends.
     """
 
     folded: torch.Tensor
     row_scales: torch.Tensor
     partial_output: torch.Tensor
     partial_weights: torch.Tensor
+    line_starts: torch.Tensor
 
     @classmethod
     def allocate(
@@ -82,20 +87,43 @@ class DecodeWorkspace:
             num_heads, num_kv_heads, head_size: of the model.
             device: where the caches are.
         """
-        rows = query_rows(num_heads, num_kv_heads)
-        pairs = max_requests * num_kv_heads
-        counts = range(1, max_requests + 1)
-        parts = num_kv_heads * max(
+        rows, group = query_rows(num_heads, num_kv_heads), heads_per_kv_head(num_heads, num_kv_heads)
+        num_parts = num_kv_heads * max(
             n * (num_splits(n, num_kv_heads, head_size, device) + num_band_parts(n, num_kv_heads, device))
-            for n in counts
+            for n in range(1, max_requests + 1)
         )
+        num_cuda_parts = decode_cuda.num_parts(
+            max_requests, num_kv_heads, head_size, decode_cuda.num_ctas(num_kv_heads, device)
+        )
+        return cls.empty(
+            max_requests, num_kv_heads, rows, head_size, max(num_parts * rows, num_cuda_parts * group), device
+        )
+
+    @classmethod
+    def empty(
+        cls, max_requests: int, num_kv_heads: int, rows: int, head_size: int, partial_rows: int, device: torch.device
+    ) -> DecodeWorkspace:
+        """Scratch for a number of rows of partial results; rows: of a query tile, other arguments as for `allocate`."""
+        query_tiles = max_requests * num_kv_heads * rows
         return cls(
             # rows of no query head stay zero
-            folded=torch.zeros(pairs * rows * head_size, dtype=torch.float16, device=device),
-            row_scales=torch.zeros(2 * pairs * rows, dtype=torch.float32, device=device),
-            partial_output=torch.empty(parts * rows * head_size, dtype=torch.float32, device=device),
-            partial_weights=torch.empty(2 * parts * rows, dtype=torch.float32, device=device),
+            folded=torch.zeros(query_tiles * head_size, dtype=torch.float16, device=device),
+            row_scales=torch.zeros(2 * query_tiles, dtype=torch.float32, device=device),
+            partial_output=torch.empty(partial_rows * head_size, dtype=torch.float32, device=device),
+            partial_weights=torch.empty(2 * partial_rows, dtype=torch.float32, device=device),
+            line_starts=torch.empty(max_requests + 1, dtype=torch.int32, device=device),
         )
+
+    def check_holds(self, num_requests: int, num_kv_heads: int, rows: int, partial_rows: int) -> None:
+        """Raise a ValueError where a batch does not fit; arguments as for `empty`."""
+        if (
+            self.partial_weights.numel() < 2 * partial_rows
+            or self.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
+            or self.line_starts.numel() <= num_requests
+        ):
+            raise ValueError(
+                f"the workspace is too small for {num_requests} requests; allocate it for the largest batch"
+            )
 
 
 def query_rows(num_heads: int, num_kv_heads: int) -> int:
@@ -109,7 +137,7 @@ def num_splits(num_requests: int, num_kv_heads: int, head_size: int, device: tor
     The number whose programs take the least time: they run in waves, each as long as a share of the context and the
     programs' start.
     """
-    pairs, slots = num_requests * num_kv_heads, decode_history.RESIDENT[head_size] * _processors(device)
+    pairs, slots = num_requests * num_kv_heads, _RESIDENT[head_size] * _processors(device)
     return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) * (1 / n + _START_COST))
 
 
@@ -480,8 +508,8 @@ def paged_decode(
         sinks: ``[num_heads]`` learned sink logits.
         output: where the result goes, ``[num_requests, num_heads, head_size]`` of any float type; new and f32 if None.
         workspace: scratch, required to outlive a captured CUDA graph; allocated here if None.
-        splits: parts of the context; chosen from the batch if None.
-        use_cuda: whether the history launch is the CUDA kernel instead of the Triton one; where it runs, if None.
+        splits: parts of the context, or CTAs of a KV head in the CUDA kernels; chosen from the batch if None.
+        use_cuda: whether the kernels are the CUDA instead of the Triton ones; where they run, if None.
 
     Returns:
         ``output``.
@@ -499,21 +527,46 @@ def paged_decode(
         return output
     group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
-    if splits is None:
-        splits = num_splits(num_requests, num_kv_heads, head_size, query.device)
-    band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
-    num_parts = splits + band_parts
+    if use_cuda is None:
+        use_cuda = decode_cuda.is_supported(query.device, group, tables.is_e5m2)
+    if use_cuda:
+        ctas = splits or decode_cuda.num_ctas(num_kv_heads, query.device)
+        partial_rows = decode_cuda.num_parts(num_requests, num_kv_heads, head_size, ctas) * group
+    else:
+        splits = splits or num_splits(num_requests, num_kv_heads, head_size, query.device)
+        band_parts = num_band_parts(num_requests, num_kv_heads, query.device)
+        num_parts = splits + band_parts
+        partial_rows = num_requests * num_kv_heads * num_parts * rows
+    if workspace is None:
+        workspace = DecodeWorkspace.empty(num_requests, num_kv_heads, rows, head_size, partial_rows, query.device)
+    workspace.check_holds(num_requests, num_kv_heads, rows, partial_rows)
+    if use_cuda:
+        decode_cuda.launch_decode(
+            query,
+            history,
+            band_cache,
+            history_block_table,
+            band_block_table,
+            seq_lens,
+            prompt_lens,
+            scale,
+            sink_tokens,
+            recent_tokens,
+            prompt_recent_tokens,
+            logits_soft_cap,
+            sinks,
+            output,
+            workspace.folded,
+            workspace.row_scales,
+            workspace.partial_output,
+            workspace.partial_weights,
+            workspace.line_starts,
+            ctas,
+        )
+        return output
     padded_group = max(_MIN_GROUP_ROWS, triton.next_power_of_2(group))
     # where the batch fills the GPU, requests share a program's tile and what it reads of the transforms
     requests = 1 if band_parts > 1 else max(1, _TILE_ROWS // padded_group)
-    if workspace is None:
-        workspace = DecodeWorkspace.allocate(num_requests * num_parts, num_heads, num_kv_heads, head_size, query.device)
-    parts = num_requests * num_kv_heads * num_parts
-    if (
-        workspace.partial_weights.numel() < 2 * parts * rows
-        or workspace.row_scales.numel() < 2 * num_requests * num_kv_heads * rows
-    ):
-        raise ValueError(f"the workspace is too small for {num_requests} requests; allocate it for the largest batch")
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     fold, history_launch, merge = (
         launch_for(kernel, query.device, head_size, rows, num_requests) for kernel in ("fold", "history", "merge")
@@ -554,60 +607,37 @@ def paged_decode(
         num_warps=fold.warps,
         num_stages=fold.stages,
     )
-    if use_cuda is None:
-        use_cuda = decode_history.is_supported(query.device, rows)
-    if use_cuda:
-        decode_history.launch_history(
-            workspace.folded,
-            workspace.row_scales,
-            history,
-            history_block_table,
-            band_block_table,
-            seq_lens,
-            prompt_lens,
-            workspace.partial_output,
-            workspace.partial_weights,
-            scale,
-            logits_soft_cap,
-            splits,
-            num_parts,
-            sink_tokens,
-            recent_tokens,
-            prompt_recent_tokens,
-            band_cache.shape[2],
-        )
-    else:
-        _history_kernel[(splits, num_kv_heads, num_requests)](
-            workspace.folded,
-            workspace.row_scales,
-            history.cache,
-            tables.centroid_words,
-            history_block_table,
-            band_block_table,
-            seq_lens,
-            prompt_lens,
-            workspace.partial_output,
-            workspace.partial_weights,
-            history.cache.stride(0),
-            history.cache.stride(1),
-            history_block_table.stride(0),
-            band_block_table.stride(0),
-            scale,
-            logits_soft_cap,
-            splits,
-            num_parts,
-            SINK=sink_tokens,
-            RECENT=recent_tokens,
-            PROMPT_RECENT=prompt_recent_tokens,
-            HAS_CAP=logits_soft_cap > 0,
-            IS_E5M2=tables.is_e5m2,
-            ROWS=rows,
-            D=head_size,
-            BAND_BLOCK=band_cache.shape[2],
-            N=history_launch.tokens,
-            num_warps=history_launch.warps,
-            num_stages=history_launch.stages,
-        )
+    _history_kernel[(splits, num_kv_heads, num_requests)](
+        workspace.folded,
+        workspace.row_scales,
+        history.cache,
+        tables.centroid_words,
+        history_block_table,
+        band_block_table,
+        seq_lens,
+        prompt_lens,
+        workspace.partial_output,
+        workspace.partial_weights,
+        history.cache.stride(0),
+        history.cache.stride(1),
+        history_block_table.stride(0),
+        band_block_table.stride(0),
+        scale,
+        logits_soft_cap,
+        splits,
+        num_parts,
+        SINK=sink_tokens,
+        RECENT=recent_tokens,
+        PROMPT_RECENT=prompt_recent_tokens,
+        HAS_CAP=logits_soft_cap > 0,
+        IS_E5M2=tables.is_e5m2,
+        ROWS=rows,
+        D=head_size,
+        BAND_BLOCK=band_cache.shape[2],
+        N=history_launch.tokens,
+        num_warps=history_launch.warps,
+        num_stages=history_launch.stages,
+    )
     _merge_kernel[(triton.cdiv(num_requests, requests), num_kv_heads)](
         workspace.partial_output,
         workspace.partial_weights,

@@ -9,8 +9,7 @@ Transforms are tensor-core products of three tf32 terms, which keep f32's precis
 holding element i of every group, so that r is four [tokens, groups] matrices and the search over centroids is a loop
 of broadcasts without reductions. Bytes go where codec/layout.py puts them.
 
-Where CUDA C++ runs, two kernels take over: few tokens, as in a decode step, are stored by ops/store_few.py alone; of
-many, this launch leaves r in scratch, and ops/store_search.py does the rest of a key, everything from the scale on.
+Where it runs, the CUDA kernel of ops/store_cuda.py takes this launch's place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
-from vllm_novakv.ops import store_few, store_search
+from vllm_novakv.ops import store_cuda
 from vllm_novakv.ops.checks import check_caches, require
 from vllm_novakv.ops.launch import launch_for
 from vllm_novakv.ops.tables import KernelTables
@@ -126,21 +125,6 @@ def _encode_keys(
 
 
 @triton.jit
-def _transform_keys(row_ptr, is_stored, mean_ptr, transform_ptr, out_ptr, M: tl.constexpr, D: tl.constexpr):
-    """r = (k − k̄) R_K into scratch, in f32."""
-    K: tl.constexpr = 32
-    k = tl.arange(0, K)
-    d = tl.arange(0, D)
-    r = tl.zeros([M, D], tl.float32)
-    for first in tl.static_range(0, D, K):
-        x = tl.load(row_ptr[:, None] + (first + k)[None, :], mask=is_stored[:, None], other=0.0).to(tl.float32)
-        x -= tl.load(mean_ptr + first + k)[None, :]
-        transform = tl.load(transform_ptr + (first + k)[:, None] * D + d[None, :])
-        r = tl.dot(x, transform, r, input_precision="tf32x3")
-    tl.store(out_ptr[:, None] + d[None, :], r, mask=is_stored[:, None])
-
-
-@triton.jit
 def _encode_values(
     row_ptr, is_stored, block_ptr, places, rotation_ptr, STEP: tl.constexpr, M: tl.constexpr, D: tl.constexpr
 ):
@@ -191,7 +175,6 @@ def _store_kernel(
     transform_ptr,
     centroids_ptr,
     rotation_ptr,
-    transformed_ptr,
     num_slots,
     key_stride_t,
     key_stride_h,
@@ -203,7 +186,6 @@ def _store_kernel(
     band_stride_h,
     band_stride_t,
     NUM: tl.constexpr,
-    IS_SEARCHED: tl.constexpr,
     STEP: tl.constexpr,
     BAND_BLOCK: tl.constexpr,
     M: tl.constexpr,
@@ -221,22 +203,18 @@ def _store_kernel(
     has_any = tl.max(is_stored.to(tl.int32), 0) > 0
     if tl.program_id(2) == 0:
         if has_any:
-            if IS_SEARCHED:
-                _encode_keys(
-                    key_row_ptr,
-                    is_stored,
-                    block_ptr,
-                    places,
-                    mean_ptr + h * D,
-                    transform_ptr + h * D * D,
-                    centroids_ptr + h * 256 * 5 * (D // 4),
-                    NUM,
-                    M,
-                    D,
-                )
-            else:
-                out_ptr = transformed_ptr + (token * tl.num_programs(1) + h) * D
-                _transform_keys(key_row_ptr, is_stored, mean_ptr + h * D, transform_ptr + h * D * D, out_ptr, M, D)
+            _encode_keys(
+                key_row_ptr,
+                is_stored,
+                block_ptr,
+                places,
+                mean_ptr + h * D,
+                transform_ptr + h * D * D,
+                centroids_ptr + h * 256 * 5 * (D // 4),
+                NUM,
+                M,
+                D,
+            )
     else:
         if has_any:
             _encode_values(value_row_ptr, is_stored, block_ptr, places, rotation_ptr + h * D * D, STEP, M, D)
@@ -260,7 +238,6 @@ def store(
     history_slot_mapping: torch.Tensor,
     band_slot_mapping: torch.Tensor,
     tables: KernelTables,
-    scratch: torch.Tensor | None = None,
     use_cuda: bool | None = None,
 ) -> None:
     """Write tokens to both caches: history record = Q((k − k̄) R_K), Q(v R_V); band = (k, v).
@@ -273,9 +250,7 @@ def store(
         history_slot_mapping, band_slot_mapping: ``[num_slots]`` int64, block * block size + offset; -1 is padding, and
             a slot in block 0 (vLLM's null block) means that this cache does not hold the token.
         tables: the layer's kernel tables.
-        scratch: f32 ``[at least num_slots, num_kv_heads, head_size]``, contiguous, for transformed keys; allocated here
-            if None.
-        use_cuda: whether the CUDA kernels take over; where they run, if None.
+        use_cuda: whether the CUDA kernel takes over; where it runs, if None.
 
     Raises:
         ValueError: a shape, type, device or stride is not as above.
@@ -304,23 +279,9 @@ def store(
         )
     if num_slots == 0:
         return
-    if use_cuda is None:
-        use_cuda = store_search.is_supported(key.device)
-    if use_cuda and store_few.takes(num_slots, band_cache):
-        store_few.launch_store(key, value, history_cache, band_cache, history_slot_mapping, band_slot_mapping, tables)
+    if store_cuda.takes(band_cache) if use_cuda is None else use_cuda:
+        store_cuda.launch_store(key, value, history_cache, band_cache, history_slot_mapping, band_slot_mapping, tables)
         return
-    if not use_cuda:
-        transformed = tables.centroids
-    elif scratch is None:
-        transformed = torch.empty(num_slots, heads, size, dtype=torch.float32, device=key.device)
-    else:
-        require(
-            scratch.dtype == torch.float32 and scratch.shape[0] >= num_slots and scratch.is_contiguous(),
-            "scratch",
-            scratch,
-            f"f32 [at least {num_slots}, {heads}, {size}], contiguous",
-        )
-        transformed = scratch[:num_slots]
     launch = launch_for("store", key.device, size, batch=num_slots)
     _store_kernel[(triton.cdiv(num_slots, launch.tokens), heads, 2)](
         key,
@@ -330,10 +291,9 @@ def store(
         history_slot_mapping,
         band_slot_mapping,
         codec.key_mean,
-        codec.key_transform if use_cuda else tables.key_transform_planes,
+        tables.key_transform_planes,
         tables.centroids,
         codec.value_transform,
-        transformed,
         num_slots,
         key.stride(0),
         key.stride(1),
@@ -343,7 +303,6 @@ def store(
         history_cache.stride(1),
         *band_cache.stride()[:3],
         NUM=codec.num_centroids,
-        IS_SEARCHED=not use_cuda,
         STEP=VALUE_STEP,
         BAND_BLOCK=band_cache.shape[2],
         M=launch.tokens,
@@ -351,5 +310,3 @@ def store(
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if use_cuda:
-        store_search.launch_search(transformed, history_cache, history_slot_mapping, tables)

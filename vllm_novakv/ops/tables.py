@@ -26,11 +26,12 @@ class KernelTables:
         is_e5m2: whether the bytes are float8_e5m2; otherwise float8_e4m3fn.
         centroids: f32 [num_kv_heads, 256, 5, num_groups]: elements 0 to 3, then ‖c‖²/2 (infinite where there is no
             centroid), so that the search reads one row of groups at a time.
-        search_words: int32 [num_kv_heads, num_groups, 8, 32, 4], as `nearest` in ops/store_common.cuh reads them: two
+        search_words: int32 [num_kv_heads, num_groups, 8, 32, 4], as `nearest` in ops/store_cuda.cu reads them: two
             bf16 numbers, an element of a centroid and a term of −‖c‖²/2, which is −inf where there is no centroid.
         key_transform_terms, value_transform_terms: int32 [num_kv_heads, head_size / 8, …, 32, 4], the transforms as
             tensor-core operands of bf16: 8 columns at a time, steps of 16 rows, 6 words a lane and step (three terms,
             which hold all bits of an f32, of two words), those words in fours.
+        inverse_terms, rotation_terms: the same of R_K^{-T} and of R_V^T, by which queries and outputs are multiplied.
         key_transform_planes: f32 [num_kv_heads, 4, head_size, num_groups], plane i holds columns i, i + 4, … of R_K.
     """
 
@@ -41,6 +42,8 @@ class KernelTables:
     search_words: torch.Tensor
     key_transform_terms: torch.Tensor
     value_transform_terms: torch.Tensor
+    inverse_terms: torch.Tensor
+    rotation_terms: torch.Tensor
     key_transform_planes: torch.Tensor
 
     @classmethod
@@ -82,6 +85,8 @@ class KernelTables:
             search_words=_search_words(rows),
             key_transform_terms=_transform_terms(codec.key_transform),
             value_transform_terms=_transform_terms(codec.value_transform),
+            inverse_terms=_transform_terms(codec.key_transform_inv_t),
+            rotation_terms=_transform_terms(codec.value_transform.transpose(-1, -2)),
             key_transform_planes=planes.contiguous(),
         )
 

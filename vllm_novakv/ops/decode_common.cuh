@@ -1,0 +1,180 @@
+// What the launches of ops/decode_cuda.py share: tensor-core products of bf16 terms, and the line of work.
+//
+// The requests of a batch stand in one line, each with its band and its history, in units of time; the workers of a KV
+// head share it evenly, whatever the requests' lengths. A worker's part of a request's band, and of its history, is one
+// partial result, entry worker + request of the head. Where a CTA has nothing but one request's history, its workers
+// merge their results, and the entry is the CTA's.
+//
+// Macros: D head size, TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA of the second
+// launch, each a worker; CHUNK tokens of history that it takes at a time, 32 or 64; SINK, RECENT, PROMPT_RECENT tokens of the band.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+#define STEPS (D / 16)
+#define MASKED (-1.0e30f)
+#define LOG2E 1.4426950408889634f
+#define BAND_TILE 16
+// units of time: what a chunk of history and a tile of the band cost, and a request's band and history besides
+#define CHUNK_UNITS (CHUNK / 2)
+#define BAND_TILE_UNITS 40
+#define BAND_UNITS 64
+#define HISTORY_UNITS 64
+
+#ifndef EMULATED
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
+__device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+  u32 y; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
+}
+__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// A launch may begin before the one ahead of it has ended, and waits here for its results.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#endif
+// two numbers as TERMS pairs of bf16 whose sums they are; with the last term all bits of an f32 are out at three
+template <int TERMS> __device__ __forceinline__ void split_pair(float x, float y, u32 (&terms)[TERMS]) {
+#pragma unroll
+  for (int i = 0; i < TERMS; i++) {
+    const u32 low = __float_as_uint(x) & 0xFFFF0000, high = __float_as_uint(y) & 0xFFFF0000;
+    terms[i] = __byte_perm(low, high, 0x7632);
+    x -= __uint_as_float(low);
+    y -= __uint_as_float(high);
+  }
+}
+// Loads stay ahead of a wait, where the compiler would move them, if something there depends on them. What does is
+// harmless, as a launch that may begin already can be told so again.
+__device__ __forceinline__ void let_arrive(u32 bits_of_all) {
+  if (bits_of_all == 1) let_next_launch_begin();
+}
+// A [D, D] matrix as B operands of three bf16 terms, [D / 8 column tiles][words in fours][32 lanes][4], 6 words of a lane
+// and step of 16 rows: of each term that of rows 2 quad, 2 quad + 1 and that of both + 8.
+#define MATRIX_LOADS (STEPS * 6 / 4)
+// loads that a lane's registers hold at a time, of COLUMN_TILES column tiles
+#define MATRIX_AHEAD (D <= 128 ? MATRIX_LOADS : 6)
+#define COLUMN_TILES (D / 64)
+struct Matrix {
+  const uint4* terms;
+  uint4 words[COLUMN_TILES][MATRIX_AHEAD];
+  // the part of a head's matrix that warp `warp` of 8 multiplies by
+  __device__ __forceinline__ Matrix(const uint4* all, int h, int warp, int lane)
+      : terms(all + ((h * (D / 8) + warp * COLUMN_TILES) * MATRIX_LOADS) * 32 + lane) {}
+  __device__ __forceinline__ void load(int part) {
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int i = 0; i < MATRIX_AHEAD; i++)
+        words[j][i] = __ldg(terms + (j * MATRIX_LOADS + part * MATRIX_AHEAD + i) * 32);
+  }
+  __device__ __forceinline__ u32 bits() const {
+    u32 x = 0;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int i = 0; i < MATRIX_AHEAD; i++) x ^= words[j][i].x;
+    return x;
+  }
+  // c += a b for what is loaded; a of row `row` and `row` + 8, float2 (step, lower or upper 8, half); TERMS terms of a, of
+  // whose products with those of b the ones are taken that a sum of LEVELS terms shows
+  template <int TERMS, int LEVELS, class Rows>
+  __device__ __forceinline__ void multiply(float (&c)[2][COLUMN_TILES][4], int part, Rows rows) const {
+    constexpr int PART_STEPS = MATRIX_AHEAD * 4 / 6;
+#pragma unroll
+    for (int step = 0; step < PART_STEPS; step++) {
+      u32 a[2][2][TERMS];
+#pragma unroll
+      for (int upper = 0; upper < 2; upper++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const float2 x = rows(part * PART_STEPS + step, upper, half);
+          split_pair(x.x, x.y, a[upper][half]);
+        }
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) {
+        u32 b[6];
+#pragma unroll
+        for (int i = 0; i < 6; i++) {
+          const uint4& own = words[j][(6 * step + i) / 4];
+          b[i] = (6 * step + i) % 4 == 0 ? own.x : (6 * step + i) % 4 == 1 ? own.y : (6 * step + i) % 4 == 2 ? own.z : own.w;
+        }
+        // sums of even and of odd steps: two short chains
+#pragma unroll
+        for (int s = 0; s < TERMS; s++)
+#pragma unroll
+          for (int t = 0; t < LEVELS - s; t++)
+            multiply_bf16(c[step % 2][j], a[0][0][s], a[0][1][s], a[1][0][s], a[1][1][s], b[2 * t], b[2 * t + 1]);
+      }
+    }
+  }
+};
+#if TYPE == 0
+typedef float Query;
+#else
+typedef u16 Query;
+#endif
+__device__ __forceinline__ float number(Query x) {
+#if TYPE == 0
+  return x;
+#elif TYPE == 1
+  return of_half(x);
+#else
+  return __uint_as_float((u32)x << 16);
+#endif
+}
+// one request: tiles of its band, [sink | recent], and the chunks of its history that are not all band
+struct Request {
+  int seq_len, window;
+  __device__ __forceinline__ int first_recent() const { return max(SINK, seq_len - window); }
+  __device__ __forceinline__ int band_tokens() const { return min(seq_len, SINK) + max(seq_len - first_recent(), 0); }
+  __device__ __forceinline__ int band_tiles() const { return (band_tokens() + BAND_TILE - 1) / BAND_TILE; }
+  __device__ __forceinline__ int first_chunk() const { return SINK / CHUNK; }
+  __device__ __forceinline__ int end_chunk() const { return max(first_chunk(), (max(seq_len - window, 0) + CHUNK - 1) / CHUNK); }
+  __device__ __forceinline__ int band_units() const { return BAND_UNITS + BAND_TILE_UNITS * band_tiles(); }
+  __device__ __forceinline__ int history_units() const { return HISTORY_UNITS + CHUNK_UNITS * (end_chunk() - first_chunk()); }
+};
+__device__ __forceinline__ Request request_of(int seq_len, int prompt_len) {
+  return {seq_len, seq_len <= prompt_len ? PROMPT_RECENT : RECENT};
+}
+// the first chunk, or tile of the band, at or after a unit of a request's history, or band
+__device__ __forceinline__ int chunk_at(const Request& request, int unit) {
+  return request.first_chunk() + max(unit - HISTORY_UNITS + CHUNK_UNITS - 1, 0) / CHUNK_UNITS;
+}
+__device__ __forceinline__ int tile_at(int unit) { return max(unit - BAND_UNITS + BAND_TILE_UNITS - 1, 0) / BAND_TILE_UNITS; }
+// a line of so many units, of which each worker has a share
+struct Line {
+  int length, share, workers;
+  __device__ __forceinline__ int start_of(int worker) const { return min(worker * share, length); }
+  __device__ __forceinline__ int worker_at(int unit) const { return unit / share; }
+  // whether a CTA has units of [start, end) alone
+  __device__ __forceinline__ bool is_within(int cta, int start, int end) const {
+    return (cta + 1) * WARPS <= workers && start_of(cta * WARPS) >= start && start_of((cta + 1) * WARPS) <= end;
+  }
+};
+__device__ __forceinline__ Line make_line(int length, int ctas) {
+  const int share = max(1, (length + ctas * WARPS - 1) / (ctas * WARPS));
+  return {length, share, (length + share - 1) / share};
+}
+// entries of partial results: [band, history][KV head][worker + request], then [KV head][CTA]
+__device__ __forceinline__ long long worker_entry(bool is_history, int h, int heads, int ctas, int num_requests) {
+  return ((long long)is_history * heads + h) * (ctas * WARPS + num_requests);
+}
+__device__ __forceinline__ long long cta_entry(int h, int heads, int ctas, int num_requests) {
+  return 2LL * heads * (ctas * WARPS + num_requests) + h * ctas;
+}
