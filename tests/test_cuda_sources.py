@@ -36,6 +36,8 @@ pytestmark = [
     [
         pytest.param(Scenario((1, 17, 130, 300), num_kv_heads=1), id="mixed-lengths"),
         pytest.param(Scenario((*range(1, 90, 4), 700, 5), num_kv_heads=1), id="short-among-long"),
+        # a worker that begins where a request has no history to read, and goes on with the next one's
+        pytest.param(Scenario((5, 100) * 30, num_kv_heads=1), id="all-band-before-longer"),
         pytest.param(Scenario((520,), num_kv_heads=1, group=3, head_size=128), id="gqa3-hs128"),
         pytest.param(Scenario((140,), num_kv_heads=1, group=7, head_size=256), id="gqa7-hs256"),
         pytest.param(Scenario((131, 260), num_kv_heads=1, layout="BLHNC", page_padding=256), id="block-outermost"),
