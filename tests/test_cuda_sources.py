@@ -17,7 +17,7 @@ from ops_scenario import (
 )
 
 from vllm_novakv.codec.layout import BLOCK_TOKENS, record_byte_offsets
-from vllm_novakv.ops import reference, store_cuda
+from vllm_novakv.ops import decode_cuda, nvrtc, reference, store_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed")
 with interpreted_without_gpu():
@@ -36,6 +36,8 @@ pytestmark = [
     [
         pytest.param(Scenario((1, 17, 130, 300), num_kv_heads=1), id="mixed-lengths"),
         pytest.param(Scenario((*range(1, 90, 4), 700, 5), num_kv_heads=1), id="short-among-long"),
+        # a worker that begins where a request has no history to read, and goes on with the next one's
+        pytest.param(Scenario((5, 100) * 30, num_kv_heads=1), id="all-band-before-longer"),
         pytest.param(Scenario((520,), num_kv_heads=1, group=3, head_size=128), id="gqa3-hs128"),
         pytest.param(Scenario((140,), num_kv_heads=1, group=7, head_size=256), id="gqa7-hs256"),
         pytest.param(Scenario((131, 260), num_kv_heads=1, layout="BLHNC", page_padding=256), id="block-outermost"),
@@ -130,3 +132,19 @@ def test_store_writes_the_reference_s_records(monkeypatch, num_tokens, heads, si
         for slot in slots[is_stored].tolist():
             cache.flatten(2)[slot // BLOCK_TOKENS, :, offsets[slot % BLOCK_TOKENS]] = 0
     assert torch.equal(caches[0][0], caches[1][0])
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_kernels_fit_little_shared_memory(monkeypatch, size):
+    # what a block may have on capability 8.6, 8.9 and 12.0
+    limit, device = 99 * 1024, torch.device("cpu")
+    monkeypatch.setattr(nvrtc, "shared_limit", lambda _: limit)
+    monkeypatch.setattr(nvrtc, "is_available", lambda *_: True)
+    decode_cuda._num_copies.cache_clear()
+    try:
+        # one copy of the codebook of the largest heads does not fit: Triton's kernels run
+        assert decode_cuda.is_supported(device, size, 4, 0) == (size < 256)
+    finally:
+        decode_cuda._num_copies.cache_clear()
+    for num_tokens in (1, store_cuda.FEW_TOKENS + 1):
+        assert store_cuda._shared_bytes(size, store_cuda.shape_for(size, num_tokens, device)) <= limit

@@ -527,13 +527,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(
     if (chunk < end_chunk) {
       const u32 first = chunk % BLOCK_CHUNKS * CHUNK;
       block = head_cache + (chunk == ahead_chunk ? ahead_block : blocks[chunk / BLOCK_CHUNKS]) * block_bytes;
-      // it may be a number of another request
-      ahead_chunk = -1;
       following_block = blocks[min(chunk / BLOCK_CHUNKS + 1, last_block)];
       load_indices(indices, block, first, row, quad);
       load_scales(rho_words, s_words, block, first, row);
       load_cells(cells, block, first, lane);
     }
+    // it belongs to this request, even if nothing of it was read
+    ahead_chunk = -1;
     for (; chunk < end_chunk; chunk++) {
       const u32 first = chunk % BLOCK_CHUNKS * CHUNK;
       // the last chunk is followed by itself

@@ -1,8 +1,9 @@
 """Paged decode in CUDA C++, compiled at start-up by NVRTC, which ships with PyTorch.
 
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
-and up, which converts e4m3 in hardware; e5m2 and int8 need none, so 8.0 will do. Three launches: ops/decode_fold.cu,
-ops/decode_attend.cu, ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended,
+and up, which converts e4m3 in hardware; e5m2 and int8 need none, so 8.0 will do. At head size 256 a block needs 129 KB
+of shared memory, more than 8.9 and 12.0 have. Three launches: ops/decode_fold.cu, ops/decode_attend.cu,
+ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended,
 the first while the store of ops/store_cuda.cu is at work.
 The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
 cannot express.
@@ -35,7 +36,6 @@ _E4M3 = 0
 _TILE_ROWS = 16
 _SLOTS = 4
 _SMALL_THREADS = 256
-_HOPPER_SHARED_BYTES = 227 * 1024
 
 
 class Constants(NamedTuple):
@@ -83,9 +83,13 @@ class _Kernels(NamedTuple):
     merge: nvrtc.Kernel
 
 
-def is_supported(device: torch.device, group: int, centroid_format: int) -> bool:
-    """Whether the kernels run on a device, for so many query heads per KV head and centroids of this format."""
-    return group <= MAX_GROUP and nvrtc.is_available(device, (8, 9) if centroid_format == _E4M3 else (8, 0))
+def is_supported(device: torch.device, head_size: int, group: int, centroid_format: int) -> bool:
+    """Whether the kernels run on a device, for a head size, query heads per KV head and centroids of this format."""
+    return (
+        group <= MAX_GROUP
+        and nvrtc.is_available(device, (8, 9) if centroid_format == _E4M3 else (8, 0))
+        and _num_copies(head_size, device) > 0
+    )
 
 
 def num_ctas(num_kv_heads: int, device: torch.device) -> int:
@@ -263,12 +267,9 @@ def _compiled(constants: Constants, device: torch.device) -> _Kernels:
 
 @cache
 def _num_copies(size: int, device: torch.device) -> int:
-    """Copies of the codebook, 8 at most: as many as shared memory holds."""
-    limit = _HOPPER_SHARED_BYTES
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        limit = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return next(n for n in (8, 4, 2, 1) if _shared_bytes(size, n, MAX_REQUESTS) <= limit)
+    """Copies of the codebook, 8 at most: as many as shared memory holds, which may be none."""
+    limit = nvrtc.shared_limit(device)
+    return next((n for n in (8, 4, 2, 1) if _shared_bytes(size, n, MAX_REQUESTS) <= limit), 0)
 
 
 def _shared_bytes(size: int, copies: int, num_requests: int) -> int:

@@ -18,6 +18,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Macro TYPE of the kernels."""
 
 _DEFAULT_SHARED_BYTES = 48 * 1024
+_HOPPER_SHARED_BYTES = 227 * 1024
 
 
 class Kernel(Protocol):
@@ -42,6 +43,14 @@ def is_available(device: torch.device, capability: tuple[int, int]) -> bool:
         and torch.cuda.get_device_capability(device) >= capability
         and hasattr(torch.cuda, "_compile_kernel")
     )
+
+
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have on a device; Hopper's where it is no GPU."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def source_text(constants: Mapping[str, int | str], *paths: Path) -> str:

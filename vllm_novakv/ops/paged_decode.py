@@ -528,7 +528,7 @@ def paged_decode(
     group = heads_per_kv_head(num_heads, num_kv_heads)
     rows = query_rows(num_heads, num_kv_heads)
     if use_cuda is None:
-        use_cuda = decode_cuda.is_supported(query.device, group, tables.centroid_format)
+        use_cuda = decode_cuda.is_supported(query.device, head_size, group, tables.centroid_format)
     if use_cuda:
         ctas = splits or decode_cuda.num_ctas(num_kv_heads, query.device)
         partial_rows = decode_cuda.num_parts(num_requests, num_kv_heads, head_size, ctas) * group

@@ -16,7 +16,8 @@
 //
 // Keys, values and band are read and written four elements at a time: their addresses are multiples of that.
 //
-// Macros: D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, TYPE of keys and values (0 f32, 1 f16, 2 bf16),
+// Macros: D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, WORDS_SHARED whether a warp has the words of its
+// groups in shared memory, where a small tile finds them without waiting, TYPE of keys and values (0 f32, 1 f16, 2 bf16),
 // STEP, BAND_BLOCK.
 
 typedef unsigned char u8;
@@ -172,8 +173,6 @@ __device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8
 #define THREADS (32 * WARPS)
 // groups that a warp searches at the same time: a small tile leaves it waiting
 #define AT_ONCE (TILES == 1 ? 2 : 1)
-// whether a warp has the words of its groups in shared memory, where a small tile finds them without waiting
-#define WORDS_SHARED (TILES == 1 && D <= 128)
 // bf16 terms of a value
 #define VALUE_TERMS (3 - TYPE)
 // four elements a thread and load
