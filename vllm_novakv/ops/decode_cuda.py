@@ -128,16 +128,22 @@ def launch_decode(
     """Write the result of `vllm_novakv.ops.paged_decode.paged_decode`, whose arguments these are.
 
     Args:
+        seq_lens, prompt_lens, history_block_table, band_block_table: older than the kernel ahead in the stream, as the
+            second launch reads them before that has surely ended.
         folded, row_scales, partial_output, partial_weights, parts: scratch, see `DecodeWorkspace`.
         ctas: of a KV head.
 
     Raises:
-        ValueError: there are more than MAX_REQUESTS requests, or a row does not begin at a multiple of four elements.
+        ValueError: there are more than MAX_REQUESTS requests, a row does not begin at a multiple of four elements, or a
+            token of the band at one of eight.
     """
     codec = history.tables.codec
     num_requests, size, heads = seq_lens.shape[0], codec.head_size, codec.num_kv_heads
     if num_requests > MAX_REQUESTS:
         raise ValueError(f"a batch has {num_requests} requests; the decode kernel serves up to {MAX_REQUESTS}")
+    is_aligned = band_cache.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in band_cache.stride()[:3])
+    is_band = band_cache.dtype == torch.bfloat16 and is_aligned
+    require(is_band, "band_cache", band_cache, "bf16 tokens that begin at multiples of eight elements")
     for name, tensor in (("query", query), ("output", output)):
         is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
         is_aligned &= tensor.stride(-1) == 1 and all(stride % 4 == 0 for stride in tensor.stride()[:2])

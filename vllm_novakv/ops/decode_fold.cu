@@ -1,11 +1,9 @@
 // The first launch of ops/decode_cuda.py: q R_K^{-T} in fp16, or in integers of 16 bits, relative to its largest element,
 // and q·k̄.
 //
-// Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns. All that comes from memory is asked for at once:
-// the second launch waits for this one. Padded rows of a batch are computed like others, and not used.
-//
-// It may begin while the store ahead of it is at work, and waits for that at its end: queries are older than the store. So
-// are they if another kernel is ahead, which then has ended: it does not let this one begin before.
+// Grid (requests in tiles of 16 rows, KV head). A warp has D / 8 columns. Its part of R_K^{-T} is there before the launch
+// ahead, the store as a rule, has ended; then come the queries. Who waits for this launch finds the store's results, too.
+// Padded rows of a batch are computed like others, and not used.
 //
 // Macros: those of decode_common.cuh, PADDED group, a power of two.
 
@@ -31,6 +29,10 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
   let_next_launch_begin();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   const int h = blockIdx.y, heads = gridDim.y;
+  Matrix matrix(inverse_terms, h, warp, lane);
+  matrix.load(0);
+  let_arrive(matrix.bits());
+  wait_for_previous_launch();
   constexpr int QUERY_LOADS = 16 * D / 4 / 256;
   float4 loaded_query[QUERY_LOADS];
 #pragma unroll
@@ -41,11 +43,8 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
       loaded_query[i] = load_query(query + (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h +
                                    thread % (D / 4) * 4);
   }
-  Matrix matrix(inverse_terms, h, warp, lane);
-  matrix.load(0);
 #pragma unroll
   for (int i = 0; i < QUERY_LOADS; i++) *(float4*)&queries[(i * 256 + thread) / (D / 4)][thread % (D / 4) * 4] = loaded_query[i];
-  let_arrive(matrix.bits());
   __syncthreads();
 
   float sums[2][COLUMN_TILES][4], offset[2] = {0, 0};
@@ -117,6 +116,4 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
 #endif
     }
   }
-  // the launch ahead of this one, which may be the store: who waits for this one finds its results, too
-  wait_for_previous_launch();
 }
