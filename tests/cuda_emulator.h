@@ -173,8 +173,6 @@ inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   multiply(c, a, b0, b1);
 }
 inline void prefetch(const void*) {}
-inline void copy_ahead(uint4* target, const uint4* source) { *target = *source; }
-inline void wait_for_copies() { emulator::wait_warp(); }
 inline void keep(uint32_t&) {}
 inline void wait_for_previous_launch() {}
 inline void let_next_launch_begin() {}
