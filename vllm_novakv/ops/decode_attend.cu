@@ -79,7 +79,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 }
 // the compiler takes x for a number that it cannot compute again
 __device__ __forceinline__ void keep(u32& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
 #endif
 // Code j of two tokens' half-words of 8 codes as subnormal fp16 pair x · 2^(place − 24): place(j) bits up.
 __device__ __forceinline__ int code_place(int j) { return j < 5 ? 2 * j : 2 * j - 10; }

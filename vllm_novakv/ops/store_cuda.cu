@@ -10,43 +10,25 @@
 //   3. keys    ρ = ‖r‖/√d;  nearest centroids, a warp for neighbouring groups;  least-squares scale;  indices
 //      values  s = STEP · RMS(w) in bf16;  codes, a thread for the 8 or 16 codes of a word
 //
-// Lane = 4 row + quad, as in tensor-core fragments. m16n8k16 takes two neighbouring elements in a word: A at (row, 2 quad),
-// (row + 8, 2 quad), (row, 2 quad + 8), (row + 8, 2 quad + 8), B at (2 quad, row), (2 quad + 8, row), and gives C at
-// (row, 2 quad), (row, 2 quad + 1), (row + 8, 2 quad), (row + 8, 2 quad + 1).
-//
 // Keys, values and band are read and written four elements at a time: their addresses are multiples of that.
 //
-// Macros: D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, TYPE of keys and values (0 f32, 1 f16, 2 bf16),
-// STEP, BAND_BLOCK.
+// Macros: that of cuda_common.cuh, D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, STEP, BAND_BLOCK.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define BF16_MAX 3.3895313892515355e38f
 
 #ifndef EMULATED
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-// c += a b, m16n8k16 of bf16
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
 // c = a b
 __device__ __forceinline__ void product(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
       : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(0.0f));
 }
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
-// The next launch may begin: it waits for this one's results, see ops/decode_fold.cu.
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
 }
-#endif
 
 // x as three bf16 terms, which hold all of its bits, each in the upper half of a word
 __device__ __forceinline__ void split(float x, u32 (&terms)[3]) {
@@ -170,26 +152,12 @@ __device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8
 #define COLUMN_TILES (D / 8 / WARPS)
 
 #if TYPE == 0
-typedef float Input;
 typedef float4 Quad;
 #else
-typedef u16 Input;
 typedef ushort4 Quad;
 #endif
 
-#ifndef EMULATED
-__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-#endif
-
-__device__ __forceinline__ float number(Input x) {
-#if TYPE == 0
-  return x;
-#elif TYPE == 1
-  return of_half(x);
-#else
-  return __uint_as_float((u32)x << 16);
-#endif
-}
+typedef Number Input;
 __device__ __forceinline__ u16 band_element(Input x) {
 #if TYPE == 2
   return x;
@@ -231,10 +199,8 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
       for (int k = 0; k < STEPS; k++) {
         u32 b[6];
 #pragma unroll
-        for (int i = 0; i < 6; i++) {
-          const uint4& own = loaded[(6 * k + i) / 4];
-          b[i] = (6 * k + i) % 4 == 0 ? own.x : (6 * k + i) % 4 == 1 ? own.y : (6 * k + i) % 4 == 2 ? own.z : own.w;
-        }
+        for (int i = 0; i < 6; i++)
+          b[i] = word_of(loaded[(6 * k + i) / 4], (6 * k + i) % 4);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const uint4 high = shared.x[tile][0][part * STEPS + k][lane];

@@ -15,7 +15,7 @@ import torch
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
 from vllm_novakv.ops import nvrtc
-from vllm_novakv.ops.checks import require
+from vllm_novakv.ops.checks import check_rows
 from vllm_novakv.ops.tables import KernelTables
 
 FEW_TOKENS = 512
@@ -66,9 +66,7 @@ def launch_store(
         ValueError: a row does not begin at a multiple of four elements.
     """
     for name, tensor, dims in (("key", key, 2), ("value", value, 2), ("band cache", band_cache, 3)):
-        is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
-        is_aligned &= all(stride % 4 == 0 for stride in tensor.stride()[:dims])
-        require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
+        check_rows(name, tensor, dims)
     codec = tables.codec
     num_slots, heads, size = history_slot_mapping.shape[0], codec.num_kv_heads, codec.head_size
     shape = shape_for(size, num_slots)
@@ -110,7 +108,7 @@ def source(size: int, shape: Shape, dtype: torch.dtype, band_block_tokens: int) 
         "STEP": f"{VALUE_STEP}f",
         "BAND_BLOCK": band_block_tokens,
     }
-    return nvrtc.source_text(constants, _SOURCE)
+    return nvrtc.source_text(constants, nvrtc.COMMON, _SOURCE)
 
 
 @cache
