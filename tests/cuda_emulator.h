@@ -166,9 +166,6 @@ inline void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
 inline void multiply_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   multiply_halves(c, {a0, a1, a2, a3, b0, b1}, [](uint16_t x) { return __uint_as_float((uint32_t)x << 16); });
 }
-inline void multiply(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
-}
 // m16n8k32, s32 += s8 * s8
 inline void multiply_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   const uint32_t operands[6] = {a0, a1, a2, a3, b0, b1};
@@ -187,11 +184,9 @@ inline void multiply_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, u
 inline int __float2int_rn(float x) { return (int)std::nearbyint(x); }
 inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   for (float& x : c) x = 0.0f;
-  multiply(c, a, b0, b1);
+  multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
 }
 inline void prefetch(const void*) {}
-inline void copy_ahead(uint4* target, const uint4* source) { *target = *source; }
-inline void wait_for_copies() { emulator::wait_warp(); }
 inline void keep(uint32_t&) {}
 inline void wait_for_previous_launch() {}
 inline void let_next_launch_begin() {}

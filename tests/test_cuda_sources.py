@@ -147,4 +147,4 @@ def test_kernels_fit_little_shared_memory(monkeypatch, size):
     finally:
         decode_cuda._num_copies.cache_clear()
     for num_tokens in (1, store_cuda.FEW_TOKENS + 1):
-        assert store_cuda._shared_bytes(size, store_cuda.shape_for(size, num_tokens, device)) <= limit
+        assert store_cuda._shared_bytes(size, store_cuda.shape_for(size, num_tokens)) <= limit

@@ -100,6 +100,17 @@ def heads_per_kv_head(num_heads: int, num_kv_heads: int) -> int:
     return group
 
 
+def check_rows(name: str, tensor: torch.Tensor, dims: int) -> None:
+    """Refuse a tensor whose rows, over its first dims dimensions, kernels cannot read four elements at a time.
+
+    Raises:
+        ValueError: a row does not begin at a multiple of four elements.
+    """
+    is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
+    is_aligned &= all(stride % 4 == 0 for stride in tensor.stride()[:dims])
+    require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
+
+
 def require(is_met: bool, name: str, tensor: torch.Tensor, rule: str) -> None:
     """Raise a ValueError that shows what the tensor is and what it must be."""
     if not is_met:

@@ -5,12 +5,8 @@
 // partial result, entry worker + request of the head. Where a CTA has nothing but one request's history, its workers
 // merge their results, and the entry is the CTA's.
 //
-// Macros: D head size, FORMAT of centroids (0 e4m3, 1 e5m2, 2 integers), TYPE of queries (0 f32, 1 f16, 2 bf16), GROUP query heads of a KV head, WARPS of a CTA of the second
+// Macros: that of cuda_common.cuh, D head size, FORMAT of centroids (0 e4m3, 1 e5m2, 2 integers), GROUP query heads of a KV head, WARPS of a CTA of the second
 // launch, each a worker; CHUNK tokens of history that it takes at a time, 32 or 64; SINK, RECENT, PROMPT_RECENT tokens of the band.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
 
 #define STEPS (D / 16)
 #define MASKED (-1.0e30f)
@@ -25,7 +21,6 @@ typedef unsigned int u32;
 #define HISTORY_UNITS 64
 
 #ifndef EMULATED
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
 __device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ u32 pack_half(float low, float high) {
@@ -33,22 +28,6 @@ __device__ __forceinline__ u32 pack_half(float low, float high) {
 }
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 y; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low)); return y;
-}
-__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-__device__ __forceinline__ void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-// A launch may begin before the one ahead of it has ended, and waits here for its results.
-__device__ __forceinline__ void wait_for_previous_launch() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 #endif
 // two numbers as TERMS pairs of bf16 whose sums they are; with the last term all bits of an f32 are out at three
@@ -112,10 +91,8 @@ struct Matrix {
       for (int j = 0; j < COLUMN_TILES; j++) {
         u32 b[6];
 #pragma unroll
-        for (int i = 0; i < 6; i++) {
-          const uint4& own = words[j][(6 * step + i) / 4];
-          b[i] = (6 * step + i) % 4 == 0 ? own.x : (6 * step + i) % 4 == 1 ? own.y : (6 * step + i) % 4 == 2 ? own.z : own.w;
-        }
+        for (int i = 0; i < 6; i++)
+          b[i] = word_of(words[j][(6 * step + i) / 4], (6 * step + i) % 4);
         // sums of even and of odd steps: two short chains
 #pragma unroll
         for (int s = 0; s < TERMS; s++)
@@ -126,20 +103,7 @@ struct Matrix {
     }
   }
 };
-#if TYPE == 0
-typedef float Query;
-#else
-typedef u16 Query;
-#endif
-__device__ __forceinline__ float number(Query x) {
-#if TYPE == 0
-  return x;
-#elif TYPE == 1
-  return of_half(x);
-#else
-  return __uint_as_float((u32)x << 16);
-#endif
-}
+typedef Number Query;
 // one request: tiles of its band, [sink | recent], and the chunks of its history that are not all band
 struct Request {
   int seq_len, window;

@@ -14,13 +14,16 @@ from __future__ import annotations
 import struct
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_novakv.ops import nvrtc
-from vllm_novakv.ops.checks import heads_per_kv_head, require
+from vllm_novakv.ops.checks import check_rows, heads_per_kv_head, require
 from vllm_novakv.ops.tables import PackedHistory
+
+if TYPE_CHECKING:
+    from vllm_novakv.ops.paged_decode import DecodeWorkspace
 
 MAX_GROUP = 8
 """Query heads per KV head that the kernels serve."""
@@ -69,7 +72,12 @@ class Constants(NamedTuple):
     @property
     def requests(self) -> int:
         """Requests of a CTA in the third launch."""
-        return 1 if self.is_small else max(1, _TILE_ROWS // self.padded_group)
+        return 1 if self.is_small else self.tile_requests
+
+    @property
+    def tile_requests(self) -> int:
+        """Requests whose query heads fill a tensor-core tile."""
+        return _TILE_ROWS // self.padded_group
 
     @property
     def padded_group(self) -> int:
@@ -94,7 +102,7 @@ def is_supported(device: torch.device, head_size: int, group: int, centroid_form
 
 def num_ctas(num_kv_heads: int, device: torch.device) -> int:
     """CTAs for a KV head: one on every multiprocessor."""
-    return max(1, _processors(device) // num_kv_heads)
+    return max(1, num_processors(device) // num_kv_heads)
 
 
 def num_parts(num_requests: int, num_kv_heads: int, head_size: int, ctas: int) -> int:
@@ -118,11 +126,7 @@ def launch_decode(
     logits_soft_cap: float,
     sinks: torch.Tensor | None,
     output: torch.Tensor,
-    folded: torch.Tensor,
-    row_scales: torch.Tensor,
-    partial_output: torch.Tensor,
-    partial_weights: torch.Tensor,
-    parts: torch.Tensor,
+    workspace: DecodeWorkspace,
     ctas: int,
 ) -> None:
     """Write the result of `vllm_novakv.ops.paged_decode.paged_decode`, whose arguments these are.
@@ -130,7 +134,6 @@ def launch_decode(
     Args:
         seq_lens, prompt_lens, history_block_table, band_block_table: older than the kernel ahead in the stream, as the
             second launch reads them before that has surely ended.
-        folded, row_scales, partial_output, partial_weights, parts: scratch, see `DecodeWorkspace`.
         ctas: of a KV head.
 
     Raises:
@@ -145,9 +148,8 @@ def launch_decode(
     is_band = band_cache.dtype == torch.bfloat16 and is_aligned
     require(is_band, "band_cache", band_cache, "bf16 tokens that begin at multiples of eight elements")
     for name, tensor in (("query", query), ("output", output)):
-        is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
-        is_aligned &= tensor.stride(-1) == 1 and all(stride % 4 == 0 for stride in tensor.stride()[:2])
-        require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
+        require(tensor.stride(-1) == 1, name, tensor, "contiguous rows")
+        check_rows(name, tensor, 2)
     constants = Constants(
         head_size=size,
         group=heads_per_kv_head(query.shape[1], heads),
@@ -160,18 +162,18 @@ def launch_decode(
         has_cap=logits_soft_cap > 0,
         sink_dtype=None if sinks is None else sinks.dtype,
         output_dtype=output.dtype,
-        is_small=num_requests * heads <= _processors(query.device),
+        is_small=num_requests * heads <= num_processors(query.device),
     )
     kernels = _compiled(constants, query.device)
     kernels.fold(
-        grid=(-(-num_requests // (_TILE_ROWS // constants.padded_group)), heads, 1),
+        grid=(-(-num_requests // constants.tile_requests), heads, 1),
         block=(_SMALL_THREADS, 1, 1),
         args=[
             query,
             codec.key_mean,
             history.tables.folding_terms,
-            folded,
-            row_scales,
+            workspace.folded,
+            workspace.row_scales,
             num_requests,
             *query.stride()[:2],
         ],
@@ -181,8 +183,8 @@ def launch_decode(
         grid=(ctas, heads, 1),
         block=(32 * _WARPS[size], 1, 1),
         args=[
-            folded,
-            row_scales,
+            workspace.folded,
+            workspace.row_scales,
             history.cache,
             history.tables.centroid_words,
             history_block_table,
@@ -191,9 +193,9 @@ def launch_decode(
             prompt_lens,
             query,
             band_cache,
-            partial_output,
-            partial_weights,
-            parts,
+            workspace.partial_output,
+            workspace.partial_weights,
+            workspace.parts,
             num_requests,
             # in 16 bytes, so that 32 bits suffice
             history.cache.stride(0) // 16,
@@ -211,9 +213,9 @@ def launch_decode(
         grid=(-(-num_requests // constants.requests), heads, 1),
         block=(_SMALL_THREADS, 1, 1),
         args=[
-            partial_output,
-            partial_weights,
-            parts,
+            workspace.partial_output,
+            workspace.partial_weights,
+            workspace.parts,
             history.tables.rotation_terms,
             query if sinks is None else sinks,
             output,
@@ -253,7 +255,7 @@ def source(kernel: str, constants: Constants, copies: int) -> str:
         "CHUNK": 32 if constants.is_small else 64,
         "COPIES": copies,
     }
-    return nvrtc.source_text(macros, _FOLDER / "decode_common.cuh", _FOLDER / f"decode_{kernel}.cu")
+    return nvrtc.source_text(macros, nvrtc.COMMON, _FOLDER / "decode_common.cuh", _FOLDER / f"decode_{kernel}.cu")
 
 
 @cache
@@ -286,7 +288,8 @@ def _shared_bytes(size: int, copies: int, num_requests: int) -> int:
     return 4 * (book + results + 2 * num_requests + 1)
 
 
-def _processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 where it is none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -7,7 +7,7 @@
 //
 // Macros: those of decode_common.cuh, PADDED group, a power of two.
 
-#define REQUESTS (16 / PADDED)
+#define TILE_REQUESTS (16 / PADDED)
 #define QUERY_TERMS (3 - TYPE)
 
 // four neighbours of a query
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
   float4 loaded_query[QUERY_LOADS];
 #pragma unroll
   for (int i = 0; i < QUERY_LOADS; i++) {
-    const int m = (i * 256 + thread) / (D / 4), r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
+    const int m = (i * 256 + thread) / (D / 4), r = blockIdx.x * TILE_REQUESTS + m / PADDED, head = m % PADDED;
     loaded_query[i] = {0, 0, 0, 0};
     if (head < GROUP && r < num_requests)
       loaded_query[i] = load_query(query + (long long)r * query_stride_t + (long long)(h * GROUP + head) * query_stride_h +
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
   __syncthreads();
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const int m = row + 8 * half, r = blockIdx.x * REQUESTS + m / PADDED, head = m % PADDED;
+    const int m = row + 8 * half, r = blockIdx.x * TILE_REQUESTS + m / PADDED, head = m % PADDED;
     if (head >= GROUP || r >= num_requests) continue;
     const long long pair = (long long)r * heads + h;
     float top = 0.0f;

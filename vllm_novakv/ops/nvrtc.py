@@ -17,6 +17,9 @@ import torch
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Macro TYPE of the kernels."""
 
+COMMON = Path(__file__).with_name("cuda_common.cuh")
+"""What all kernels begin with."""
+
 _DEFAULT_SHARED_BYTES = 48 * 1024
 _HOPPER_SHARED_BYTES = 227 * 1024
 

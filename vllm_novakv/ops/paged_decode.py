@@ -137,17 +137,13 @@ def num_splits(num_requests: int, num_kv_heads: int, head_size: int, device: tor
     The number whose programs take the least time: they run in waves, each as long as a share of the context and the
     programs' start.
     """
-    pairs, slots = num_requests * num_kv_heads, _RESIDENT[head_size] * _processors(device)
+    pairs, slots = num_requests * num_kv_heads, _RESIDENT[head_size] * decode_cuda.num_processors(device)
     return min(_SPLIT_CHOICES, key=lambda n: triton.cdiv(pairs * n, slots) * (1 / n + _START_COST))
 
 
 def num_band_parts(num_requests: int, num_kv_heads: int, device: torch.device) -> int:
     """Parts of each request's band: more than one where the requests alone leave processors idle."""
-    return MAX_BAND_PARTS if num_requests * num_kv_heads <= _processors(device) else 1
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return MAX_BAND_PARTS if num_requests * num_kv_heads <= decode_cuda.num_processors(device) else 1
 
 
 @triton.jit
@@ -556,11 +552,7 @@ def paged_decode(
             logits_soft_cap,
             sinks,
             output,
-            workspace.folded,
-            workspace.row_scales,
-            workspace.partial_output,
-            workspace.partial_weights,
-            workspace.parts,
+            workspace,
             ctas,
         )
         return output

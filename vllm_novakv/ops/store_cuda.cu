@@ -10,53 +10,25 @@
 //   3. keys    ρ = ‖r‖/√d;  nearest centroids, a warp for neighbouring groups;  least-squares scale;  indices
 //      values  s = STEP · RMS(w) in bf16;  codes, a thread for the 8 or 16 codes of a word
 //
-// Lane = 4 row + quad, as in tensor-core fragments. m16n8k16 takes two neighbouring elements in a word: A at (row, 2 quad),
-// (row + 8, 2 quad), (row, 2 quad + 8), (row + 8, 2 quad + 8), B at (2 quad, row), (2 quad + 8, row), and gives C at
-// (row, 2 quad), (row, 2 quad + 1), (row + 8, 2 quad), (row + 8, 2 quad + 1).
-//
 // Keys, values and band are read and written four elements at a time: their addresses are multiples of that.
 //
-// Macros: D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, WORDS_SHARED whether a warp has the words of its
-// groups in shared memory, where a small tile finds them without waiting, TYPE of keys and values (0 f32, 1 f16, 2 bf16),
-// STEP, BAND_BLOCK.
+// Macros: that of cuda_common.cuh, D head size, TILES, WARPS, RESIDENT blocks of a multiprocessor, STEP, BAND_BLOCK.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define BF16_MAX 3.3895313892515355e38f
 
 #ifndef EMULATED
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-// c += a b, m16n8k16 of bf16
-__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-}
 // c = a b
 __device__ __forceinline__ void product(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
       : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(0.0f));
 }
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
-// 16 bytes to shared memory, which are there after a wait
-__device__ __forceinline__ void copy_ahead(uint4* target, const uint4* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"((u32)__cvta_generic_to_shared(target)), "l"(source) : "memory");
-}
-// The next launch may begin: it waits for this one's results, see ops/decode_fold.cu.
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+__device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  multiply_bf16(c, a.x, a.y, a.z, a.w, b0, b1);
 }
-// of what the warp copied
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" : : : "memory");
-  __syncwarp();
-}
-#endif
 
 // x as three bf16 terms, which hold all of its bits, each in the upper half of a word
 __device__ __forceinline__ void split(float x, u32 (&terms)[3]) {
@@ -103,7 +75,7 @@ __device__ __forceinline__ void nearest(const u32* words, const float (&x)[N][2 
   for (int i = 0; i < 8; i++, loads += 32)
 #pragma unroll
     for (int g = 0; g < N; g++) {
-      const uint4 loaded = loads[256 * g];
+      const uint4 loaded = __ldg(loads + 256 * g);
       const u32 b[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (int j = 0; j < 4; j++)
@@ -136,7 +108,7 @@ __device__ __forceinline__ void nearest(const u32* words, const float (&x)[N][2 
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int n = p / 4, row = p % 4 * 2 + i;
-        const u32 word = words[1024 * g + n / 4 * 128 + (4 * row + quad) * 4 + n % 4];
+        const u32 word = __ldg(words + 1024 * g + n / 4 * 128 + (4 * row + quad) * 4 + n % 4);
         c[i] = __uint_as_float(word << 16);
         score[i] = x[g][k] * c[i] + __uint_as_float(word & 0xFFFF0000);
 #pragma unroll
@@ -180,26 +152,12 @@ __device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8
 #define COLUMN_TILES (D / 8 / WARPS)
 
 #if TYPE == 0
-typedef float Input;
 typedef float4 Quad;
 #else
-typedef u16 Input;
 typedef ushort4 Quad;
 #endif
 
-#ifndef EMULATED
-__device__ __forceinline__ float of_half(u16 x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
-#endif
-
-__device__ __forceinline__ float number(Input x) {
-#if TYPE == 0
-  return x;
-#elif TYPE == 1
-  return of_half(x);
-#else
-  return __uint_as_float((u32)x << 16);
-#endif
-}
+typedef Number Input;
 __device__ __forceinline__ u16 band_element(Input x) {
 #if TYPE == 2
   return x;
@@ -241,10 +199,8 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
       for (int k = 0; k < STEPS; k++) {
         u32 b[6];
 #pragma unroll
-        for (int i = 0; i < 6; i++) {
-          const uint4& own = loaded[(6 * k + i) / 4];
-          b[i] = (6 * k + i) % 4 == 0 ? own.x : (6 * k + i) % 4 == 1 ? own.y : (6 * k + i) % 4 == 2 ? own.z : own.w;
-        }
+        for (int i = 0; i < 6; i++)
+          b[i] = word_of(loaded[(6 * k + i) / 4], (6 * k + i) % 4);
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const uint4 high = shared.x[tile][0][part * STEPS + k][lane];
@@ -286,16 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   words += (long long)h * GROUPS * 1024;
   // 1. rows and transform: every load is on its way before the first is used
-#if WORDS_SHARED
-  uint4* const own_words = memory + TILES * 3 * K_STEPS * 32 + TOKENS * PITCH / 4 + warp * PER_WARP * 256;
-  if (is_keys)
-#pragma unroll
-    for (int i = lane; i < PER_WARP * 256; i += 32) copy_ahead(own_words + i, (const uint4*)words + warp * PER_WARP * 256 + i);
-#else
   if (is_keys)
 #pragma unroll
     for (int i = 0; i < GROUPS * 32 / THREADS; i++) prefetch(words + (i * THREADS + thread) * 32);
-#endif
   const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
   const int row_stride = is_keys ? key_stride_t : value_stride_t;
   Quad elements[ROW_LOADS];
@@ -360,9 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
       product[k] = energy[k] = 0.0f;
       packed[k] = 0;
     }
-#if WORDS_SHARED
-    wait_for_copies();
-#endif
     for (int of_warp = 0; of_warp < PER_WARP; of_warp += AT_ONCE) {
       const int g = warp * PER_WARP + of_warp;
       float own[AT_ONCE][2 * TILES], x[AT_ONCE][2 * TILES], c[AT_ONCE][2 * TILES];
@@ -374,11 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
           own[i][k] = r[8 * k + row][4 * (g + i) + quad];
           x[i][k] = own[i][k] * inverse[k];
         }
-#if WORDS_SHARED
-      nearest<AT_ONCE, TILES>((const u32*)(own_words + of_warp * 256), x, lane, index, c);
-#else
       nearest<AT_ONCE, TILES>(words + g * 1024, x, lane, index, c);
-#endif
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll

@@ -7,7 +7,7 @@ ops/store_cuda.cu.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from vllm_novakv.codec.quantizer import VALUE_STEP
 from vllm_novakv.ops import nvrtc
-from vllm_novakv.ops.checks import require
+from vllm_novakv.ops.checks import check_rows
 from vllm_novakv.ops.tables import KernelTables
 
 FEW_TOKENS = 512
@@ -32,21 +32,18 @@ class Shape:
         tiles: of 16 tokens in a block.
         warps: of a block.
         resident: blocks that run on a multiprocessor at the same time, at least.
-        has_words: whether the words of the search are in shared memory, too.
     """
 
     tiles: int
     warps: int
     resident: int
-    has_words: bool
 
 
-def shape_for(size: int, num_tokens: int, device: torch.device) -> Shape:
-    """The cut for a head size, a number of tokens and a device; a warp has 8 columns of a transform at a time."""
-    if num_tokens > FEW_TOKENS:
-        return Shape(4 if size < 256 else 2, 8, 2, False)
-    shape = Shape(1, min(16, size // 8), 1, True)
-    return replace(shape, has_words=_shared_bytes(size, shape) <= nvrtc.shared_limit(device))
+def shape_for(size: int, num_tokens: int) -> Shape:
+    """The cut for a head size and a number of tokens; a warp has 8 columns of a transform at a time."""
+    if num_tokens <= FEW_TOKENS:
+        return Shape(1, min(16, size // 8), 1)
+    return Shape(4 if size < 256 else 2, 8, 2)
 
 
 def takes(band_cache: torch.Tensor) -> bool:
@@ -69,12 +66,10 @@ def launch_store(
         ValueError: a row does not begin at a multiple of four elements.
     """
     for name, tensor, dims in (("key", key, 2), ("value", value, 2), ("band cache", band_cache, 3)):
-        is_aligned = tensor.data_ptr() % (4 * tensor.element_size()) == 0
-        is_aligned &= all(stride % 4 == 0 for stride in tensor.stride()[:dims])
-        require(is_aligned, name, tensor, "rows that begin at multiples of four elements")
+        check_rows(name, tensor, dims)
     codec = tables.codec
     num_slots, heads, size = history_slot_mapping.shape[0], codec.num_kv_heads, codec.head_size
-    shape = shape_for(size, num_slots, key.device)
+    shape = shape_for(size, num_slots)
     kernel = _compiled(size, shape, key.dtype, band_cache.shape[2], key.device)
     kernel(
         grid=(-(-num_slots // (16 * shape.tiles)), heads, 2),
@@ -109,12 +104,11 @@ def source(size: int, shape: Shape, dtype: torch.dtype, band_block_tokens: int) 
         "TILES": shape.tiles,
         "WARPS": shape.warps,
         "RESIDENT": shape.resident,
-        "WORDS_SHARED": int(shape.has_words),
         "TYPE": nvrtc.TYPES[dtype],
         "STEP": f"{VALUE_STEP}f",
         "BAND_BLOCK": band_block_tokens,
     }
-    return nvrtc.source_text(constants, _SOURCE)
+    return nvrtc.source_text(constants, nvrtc.COMMON, _SOURCE)
 
 
 @cache
@@ -126,7 +120,6 @@ def _compiled(
 
 
 def _shared_bytes(size: int, shape: Shape) -> int:
-    """The rows as three bf16 terms, and transformed in padded rows of f32; the words of the search."""
+    """The rows as three bf16 terms, and transformed in padded rows of f32."""
     tokens = 16 * shape.tiles
-    words = size // 4 * 1024 if shape.has_words else 0
-    return tokens * size * 2 * 3 + tokens * (size + 4) * 4 + 4 * words
+    return tokens * size * 2 * 3 + tokens * (size + 4) * 4
