@@ -244,8 +244,46 @@ def measure_decode(case: str, tables: KernelTables, copy: float) -> dict[str, An
         time_us = timed_over(runs)
         rate = record_bytes / time_us["us"] / 1e6
         result[name] = time_us | {"tb_per_s": round(rate, 3), "of_copy": round(rate / copy, 3), "error": error}
+    result["store"] = measure_added_store([partial(call, True, *cache) for cache in caches], caches, tables)
     del caches, history, band, paged, runs
     return result | baseline_decode(batch, query)
+
+
+def measure_added_store(
+    decodes: Sequence[Callable[[], Any]], caches: Sequence[tuple[Any, ...]], tables: KernelTables
+) -> dict[str, float]:
+    """What storing a step's tokens adds to its decode: they overlap, and follow the kernel that wrote the keys.
+
+    Args:
+        decodes: a decode for each of the caches.
+        caches: as `random_caches` makes them.
+        tables: of the codec.
+    """
+    codec = tables.codec
+    *_, history_table, band_table, seq_lens = caches[0]
+    new_key, value = (
+        sample(codec.to("cpu"), len(seq_lens)).to(DEVICE, torch.bfloat16) for sample in (sample_keys, sample_values)
+    )
+    key = torch.empty_like(new_key)
+
+    def step(is_stored: bool, decode: Callable[[], Any], history: PackedHistory, band: torch.Tensor) -> None:
+        key.copy_(new_key)
+        if is_stored:
+            store(key, value, history.cache, band, *slots, tables)
+        decode()
+
+    slots = [slots_of(table, seq_lens - 1, block) for table, block in ((history_table, 128), (band_table, BAND_BLOCK))]
+    times = [
+        timed_over([partial(step, s, decode, *cache[:2]) for decode, cache in zip(decodes, caches, strict=True)])["us"]
+        for s in (False, True)
+    ]
+    return {"us": times[1], "without_us": times[0], "adds_us": round(times[1] - times[0], 1)}
+
+
+def slots_of(table: torch.Tensor, positions: torch.Tensor, block: int) -> torch.Tensor:
+    """The slot of one token of each request: block times its size, and the place in it."""
+    entries = table.gather(1, (positions // block).long()[:, None]).flatten()
+    return entries.long() * block + positions % block
 
 
 def baseline_decode(batch: DecodeCase, query: torch.Tensor) -> dict[str, Any]:

@@ -188,6 +188,7 @@ inline void product(float (&c)[4], const uint4& a, uint32_t b0, uint32_t b1) {
 }
 inline void prefetch(const void*) {}
 inline void keep(uint32_t&) {}
+inline uint4 load_ahead(const uint4* p) { return *p; }
 inline void wait_for_previous_launch() {}
 inline void let_next_launch_begin() {}
 inline uint32_t pack_bf16(float low, float high) {

@@ -19,6 +19,12 @@ __device__ __forceinline__ void multiply_bf16(float (&c)[4], u32 a0, u32 a1, u32
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" : : "l"(p)); }
+// A load of what no launch writes, ahead of a wait. Not __ldg: the compiler would put it behind.
+__device__ __forceinline__ uint4 load_ahead(const uint4* p) {
+  uint4 x;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
 // A launch may begin before the one ahead of it has ended, and waits here for its results.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900

@@ -40,11 +40,6 @@ template <int TERMS> __device__ __forceinline__ void split_pair(float x, float y
     y -= __uint_as_float(high);
   }
 }
-// Loads stay ahead of a wait, where the compiler would move them, if something there depends on them. What does is
-// harmless, as a launch that may begin already can be told so again.
-__device__ __forceinline__ void let_arrive(u32 bits_of_all) {
-  if (bits_of_all == 1) let_next_launch_begin();
-}
 // A [D, D] matrix as B operands of three bf16 terms, [D / 8 column tiles][words in fours][32 lanes][4], 6 words of a lane
 // and step of 16 rows: of each term that of rows 2 quad, 2 quad + 1 and that of both + 8.
 #define MATRIX_LOADS (STEPS * 6 / 4)
@@ -62,15 +57,7 @@ struct Matrix {
     for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
       for (int i = 0; i < MATRIX_AHEAD; i++)
-        words[j][i] = __ldg(terms + (j * MATRIX_LOADS + part * MATRIX_AHEAD + i) * 32);
-  }
-  __device__ __forceinline__ u32 bits() const {
-    u32 x = 0;
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-      for (int i = 0; i < MATRIX_AHEAD; i++) x ^= words[j][i].x;
-    return x;
+        words[j][i] = load_ahead(terms + (j * MATRIX_LOADS + part * MATRIX_AHEAD + i) * 32);
   }
   // c += a b for what is loaded; a of row `row` and `row` + 8, float2 (step, lower or upper 8, half); TERMS terms of a, of
   // whose products with those of b the ones are taken that a sum of LEVELS terms shows

@@ -3,10 +3,9 @@
 Same result as the Triton kernels of ops/paged_decode.py, for up to 8 query heads per KV head on compute capability 8.9
 and up, which converts e4m3 in hardware; e5m2 and int8 need none, so 8.0 will do. At head size 256 a block needs 129 KB
 of shared memory, more than 8.9 and 12.0 have. Three launches: ops/decode_fold.cu, ops/decode_attend.cu,
-ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended,
-the first while the store of ops/store_cuda.cu is at work.
-The codebook lies in shared memory and both tensor core operands are loaded straight into their fragments, which Triton
-cannot express.
+ops/decode_merge.cu; on capability 9.0 and up each may begin before the one ahead of it has ended, the first while the
+store of ops/store_cuda.cu is at work. The codebook lies in shared memory and both tensor core operands are loaded
+straight into their fragments, which Triton cannot express.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def launch_decode(
     """Write the result of `vllm_novakv.ops.paged_decode.paged_decode`, whose arguments these are.
 
     Args:
-        seq_lens, prompt_lens, history_block_table, band_block_table: older than the kernel ahead in the stream, as the
-            second launch reads them before that has surely ended.
+        seq_lens, prompt_lens, history_block_table, band_block_table: older than the kernel ahead in the stream, and
+            than the one ahead of that if it is the store, as the second launch reads them before those have ended.
         ctas: of a KV head.
 
     Raises:

@@ -31,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(256, D <= 128 ? 2 : 1) decode_fold(
   const int h = blockIdx.y, heads = gridDim.y;
   Matrix matrix(inverse_terms, h, warp, lane);
   matrix.load(0);
-  let_arrive(matrix.bits());
   wait_for_previous_launch();
   constexpr int QUERY_LOADS = 16 * D / 4 / 256;
   float4 loaded_query[QUERY_LOADS];

@@ -39,10 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, IS_SMALL || D > 128 ? 1 : 
   const int h = blockIdx.y;
   Matrix matrix(rotation_terms, h, warp, lane);
   // a small batch waits for it, a large one has no registers for it yet
-  if (IS_SMALL) {
-    matrix.load(0);
-    let_arrive(matrix.bits());
-  }
+  if (IS_SMALL) matrix.load(0);
   wait_for_previous_launch();
 
   // 1. a team's parts; what is not history needs no rotation

@@ -4,7 +4,8 @@
 // values and copies the band. A decode step is a few small tiles, so latency is all that counts; a prompt's chunk is many,
 // and larger ones read the tables less often.
 //
-//   1. rows of the tile, centred if keys, to shared memory; the transform, 8 columns a warp, to registers meanwhile
+//   1. the transform, 8 columns a warp, to registers, before the launch ahead has ended; then rows of the tile, centred if
+//      keys, to shared memory
 //   2. product of both on tensor cores, to shared memory: three bf16 terms of each hold all bits of an f32, and the six
 //      products of terms that are not below its precision are taken; values of a half type have fewer terms
 //   3. keys    ρ = ‖r‖/√d;  nearest centroids, a warp for neighbouring groups;  least-squares scale;  indices
@@ -150,6 +151,9 @@ __device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8
 // four elements a thread and load
 #define ROW_LOADS (TOKENS * D / 4 / THREADS)
 #define COLUMN_TILES (D / 8 / WARPS)
+// where the sum of product i of six goes: a small tile waits for every product of a sum, a large one has others meanwhile
+#define SUMS (TILES == 1 ? 6 : 3)
+__device__ __forceinline__ constexpr int sum_of(int i) { return TILES == 1 ? i : i < 3 ? i : i < 5 ? i - 2 : 2; }
 
 #if TYPE == 0
 typedef float4 Quad;
@@ -183,12 +187,14 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
   // not unrolled: registers hold the terms of one load
 #pragma unroll 1
   for (int t = 0; t < COLUMN_TILES; t++) {
-    // the small products on their own: shorter chains, and no large sum swallows them
-    float c[TILES][4], small[TILES][4], smaller[TILES][4];
+    // products of terms by size: 1, 2, 2 smaller, 3 smaller still; on their own, so that no large sum swallows small ones
+    float c[TILES][SUMS][4];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) c[tile][i] = small[tile][i] = smaller[tile][i] = 0.0f;
+      for (int sum = 0; sum < SUMS; sum++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[tile][sum][i] = 0.0f;
 #pragma unroll 1
     for (int part = 0; part < K_STEPS / STEPS; part++) {
       if (t || part)
@@ -204,24 +210,29 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const uint4 high = shared.x[tile][0][part * STEPS + k][lane];
-          multiply(c[tile], high, b[0], b[1]);
-          multiply(small[tile], high, b[2], b[3]);
-          multiply(smaller[tile], high, b[4], b[5]);
+          multiply(c[tile][0], high, b[0], b[1]);
+          multiply(c[tile][1], high, b[2], b[3]);
+          multiply(c[tile][2], high, b[4], b[5]);
           if (TERMS > 1) {
             const uint4 middle = shared.x[tile][1][part * STEPS + k][lane];
-            multiply(small[tile], middle, b[0], b[1]);
-            multiply(smaller[tile], middle, b[2], b[3]);
+            multiply(c[tile][sum_of(3)], middle, b[0], b[1]);
+            multiply(c[tile][sum_of(4)], middle, b[2], b[3]);
           }
-          if (TERMS > 2) multiply(smaller[tile], shared.x[tile][2][part * STEPS + k][lane], b[0], b[1]);
+          if (TERMS > 2) multiply(c[tile][sum_of(5)], shared.x[tile][2][part * STEPS + k][lane], b[0], b[1]);
         }
       }
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        shared.r[16 * tile + row + i / 2 * 8][(warp + t * WARPS) * 8 + 2 * quad + i % 2] =
-            c[tile][i] + (small[tile][i] + smaller[tile][i]);
+      for (int i = 0; i < 4; i++) {
+        float small = c[tile][1][i], smaller = c[tile][2][i];
+        if (SUMS == 6) {
+          small += c[tile][3 % SUMS][i];
+          smaller += c[tile][4 % SUMS][i] + c[tile][5 % SUMS][i];
+        }
+        shared.r[16 * tile + row + i / 2 * 8][(warp + t * WARPS) * 8 + 2 * quad + i % 2] = c[tile][0][i] + (small + smaller);
+      }
   }
 }
 
@@ -241,10 +252,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
   const bool is_keys = blockIdx.z == 0;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, quad = lane % 4;
   words += (long long)h * GROUPS * 1024;
-  // 1. rows and transform: every load is on its way before the first is used
-  if (is_keys)
+  // 1. the transform, and what no launch ahead writes
+  // [H][D / 8 column tiles][K_STEPS / STEPS][LOADS][32 lanes]
+  const uint4* terms =
+      (is_keys ? key_terms : value_terms) + ((long long)h * D / 8 + warp) * (K_STEPS / STEPS * LOADS * 32) + lane;
+  uint4 loaded[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) loaded[i] = load_ahead(terms + 32 * i);
+  float4 own_mean = {0, 0, 0, 0};
+  if (is_keys) {
+    // a thread has the same elements of every token
+    const uint4 bits = load_ahead((const uint4*)(mean + h * D + thread * 4 % D));
+    own_mean = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
 #pragma unroll
     for (int i = 0; i < GROUPS * 32 / THREADS; i++) prefetch(words + (i * THREADS + thread) * 32);
+  }
+  wait_for_previous_launch();
+  // rows
   const Input* rows = is_keys ? keys + (long long)h * key_stride_h : values + (long long)h * value_stride_h;
   const int row_stride = is_keys ? key_stride_t : value_stride_t;
   Quad elements[ROW_LOADS];
@@ -254,12 +278,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
     const int place = (i * THREADS + thread) * 4, token = min(first + place / D, num_slots - 1);
     elements[i] = *(const Quad*)(rows + (long long)token * row_stride + place % D);
   }
-  // [H][D / 8 column tiles][K_STEPS / STEPS][LOADS][32 lanes]
-  const uint4* terms =
-      (is_keys ? key_terms : value_terms) + ((long long)h * D / 8 + warp) * (K_STEPS / STEPS * LOADS * 32) + lane;
-  uint4 loaded[LOADS];
-#pragma unroll
-  for (int i = 0; i < LOADS; i++) loaded[i] = __ldg(terms + 32 * i);
   // a slot in block 0, vLLM's null block, or below is not stored
   if (thread < TOKENS) {
     const bool is_slot = first + thread < num_slots;
@@ -269,11 +287,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) store_cuda(
 #pragma unroll
   for (int i = 0; i < ROW_LOADS; i++) {
     const int place = (i * THREADS + thread) * 4, token = place / D, d = place % D;
-    float own[4] = {number(elements[i].x), number(elements[i].y), number(elements[i].z), number(elements[i].w)};
-    if (is_keys) {
-      const float4 own_mean = __ldg((const float4*)(mean + h * D + d));
-      own[0] -= own_mean.x; own[1] -= own_mean.y; own[2] -= own_mean.z; own[3] -= own_mean.w;
-    }
+    const float own[4] = {number(elements[i].x) - own_mean.x, number(elements[i].y) - own_mean.y,
+                          number(elements[i].z) - own_mean.z, number(elements[i].w) - own_mean.w};
     u32 split_own[4][3];
 #pragma unroll
     for (int k = 0; k < 4; k++) split(own[k], split_own[k]);

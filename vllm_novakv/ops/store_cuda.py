@@ -116,7 +116,7 @@ def _compiled(
     size: int, shape: Shape, dtype: torch.dtype, band_block_tokens: int, device: torch.device
 ) -> nvrtc.Kernel:
     text = source(size, shape, dtype, band_block_tokens)
-    return nvrtc.compile_kernel(text, "store_cuda", device, _shared_bytes(size, shape))
+    return nvrtc.compile_kernel(text, "store_cuda", device, _shared_bytes(size, shape), overlaps=True)
 
 
 def _shared_bytes(size: int, shape: Shape) -> int:
