@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.ops.paged_decode import paged_decode
 
 FIGURES = {
-    "gpu__time_duration.sum": "duration_us",
+    "gpu__time_duration.sum": "duration",
     "sm__cycles_elapsed.max": "cycles",
     "smsp__inst_executed.sum": "warp_instructions",
     "launch__registers_per_thread": "registers",
@@ -37,11 +38,13 @@ FIGURES = {
 }
 """Metrics by their name in the record; ncu gives them in the units that it likes, which the record keeps."""
 
-PREFIXES = {
-    "smsp__issue_active.avg.pct": "issue slots busy, %",
-    "sm__inst_executed_pipe_": "pipe: instructions or % of its peak",
-    "smsp__average_warps_issue_stalled_": "warps stalled per issued instruction",
-}
+KEPT = re.compile(
+    r"smsp__issue_active\.avg\.pct_of_peak_sustained_active"
+    r"|sm__inst_executed_pipe_\w+\.avg\.pct_of_peak_sustained_active"
+    r"|smsp__average_warps_issue_stalled_\w+_per_issue_active\.ratio"
+)
+"""Further metrics, under their own names: issue slots and pipes in use, warps that wait per issued instruction."""
+
 KERNEL = "decode_attend"
 
 
@@ -98,7 +101,7 @@ def profile(case: str, dtype: CodebookDtype) -> dict[str, Any]:
     names, units, values = list(csv.reader(io.StringIO("\n".join(lines))))[:3]
     figures = {}
     for name, unit, value in zip(names, units, values, strict=True):
-        if name in FIGURES or any(name.startswith(prefix) for prefix in PREFIXES):
+        if name in FIGURES or KEPT.fullmatch(name):
             figures[FIGURES.get(name, name)] = f"{value} {unit}".strip()
     return figures
 

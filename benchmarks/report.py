@@ -23,7 +23,7 @@ from typing import Any
 from choices_tables import COLUMNS, alternatives_table, exact_layers_table, layers_table
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "choices.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "choices.md", ROOT / "docs" / "decode-kernel.md")
 RECORDS = ROOT / "benchmarks" / "records"
 PLOTS = ROOT / "docs" / "plots"
 MARKED = re.compile(r"(<!-- records: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -114,19 +114,24 @@ def operations_table() -> str:
             heads, _, size = model.partition("x")
             label = f"decode, {thousands(batch)} tokens" + (f", {heads} heads of {size}" if model else "")
             rate = f"{ours['tb_per_s']:.2f} TB/s, {ours['of_copy']:.0%} of a copy's"
-            rows.append([label, f"{ours['us']:,.0f}", microseconds(bf16), microseconds(fp8), rate])
+            added = f"{figures['store']['adds_us']:.1f}"
+            rows.append([label, f"{ours['us']:,.0f}", added, microseconds(bf16), microseconds(fp8), rate])
         elif kind == "prefill":
             chunk, context = (int(part) for part in case.split("+"))
             label = f"prefill, {chunk:,} tokens" + (f" after {context:,}" if context else "")
             ours, bf16 = figures["flash"], figures["bf16_flash_attention"]
             rate = f"{ours['tflop_per_s']:.0f} TFLOP/s, BF16 {bf16['tflop_per_s']:.0f}"
-            rows.append([label, microseconds(ours), microseconds(bf16), "-", rate])
+            rows.append([label, microseconds(ours), "-", microseconds(bf16), "-", rate])
         elif kind == "store":
             tokens = "token" if case == "1" else "tokens"
-            rows.append([f"store, {int(case):,} {tokens}", microseconds(figures), "-", "-", ""])
+            rows.append([f"store, {int(case):,} {tokens}", microseconds(figures), "-", "-", "-", ""])
     heads = f"{record.settings['heads']}/{record.settings['kv_heads']} heads of {record.settings['head_size']} dims"
-    caption = f"Microseconds on an H200, {heads} ({record.link}); a rate of decode counts the bytes of the records:\n\n"
-    return caption + table(["operation", *(CACHE_NAMES[c] for c in ("novakv", "bf16", "fp8")), "2-bit rate"], rows)
+    caption = (
+        f"Microseconds on an H200, {heads} ({record.link}); the store of a step's tokens overlaps with its decode, "
+        "and adds the time that a graph of both takes longer; a rate of decode counts the bytes of the records:\n\n"
+    )
+    ours, bf16, fp8 = (CACHE_NAMES[cache] for cache in ("novakv", "bf16", "fp8"))
+    return caption + table(["operation", ours, "its store adds", bf16, fp8, "2-bit rate"], rows)
 
 
 def microseconds(figures: Mapping[str, Any]) -> str:
@@ -159,7 +164,7 @@ def engine_table() -> str:
         rows.append(row("tokens/s decoding them", batch, "tokens_per_s", ",.0f"))
     for shape in record.settings["profile"]:
         rows.append(decode_row(shape))
-        kinds = [kernel_kinds(record.results[cache].get(shape, {}).get("gpu_ms_by_kind", {})) for cache in caches]
+        kinds = [record.results[cache].get(shape, {}).get("gpu_ms_by_kind", {}) for cache in caches]
         rows += [
             [f"of which {title}, ms", *(figure(k, kind, ".2f") for k in kinds)] for kind, title in KIND_NAMES.items()
         ]
@@ -168,15 +173,6 @@ def engine_table() -> str:
         f"{record.settings['chunk']:,} tokens, {record.settings['memory']:.0%} of the memory ({record.link}):\n\n"
     )
     return caption + table(["", *(CACHE_NAMES[cache] for cache in caches)], rows)
-
-
-def kernel_kinds(times: Mapping[str, float]) -> dict[str, float]:
-    """A step's GPU time by kind; the first record counts the 2-bit store among the others."""
-    kinds = {kind: times[kind] for kind in KIND_NAMES if kind in times}
-    if kinds and "store" not in kinds:
-        kinds["store"] = times["kernel store_few"]
-        kinds["other"] -= kinds["store"]
-    return kinds
 
 
 def figure(figures: Mapping[str, Any], name: str, form: str) -> str:
@@ -263,6 +259,50 @@ def plot_decode_operation(path: Path) -> None:
     pyplot.close(figure_)
 
 
+def profile_table() -> str:
+    """What Nsight Compute says of the decode kernel."""
+    record = newest(r".*decode-profile-h200")
+    # "1,234 byte": a number and its unit
+    cases = {
+        case: {name: float(text.split()[0].replace(",", "")) for name, text in figures.items()}
+        for case, figures in record.results.items()
+    }
+
+    def row(title: str, form: str, value: Callable[[Mapping[str, float]], float]) -> list[str]:
+        return [title, *(format(value(figures), form) for figures in cases.values())]
+
+    def share(title: str, name: str) -> list[str]:
+        return row(f"{title}, %", ".0f", lambda figures: figures[f"{name}.avg.pct_of_peak_sustained_active"])
+
+    def stall(title: str, name: str) -> list[str]:
+        key = f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
+        return row(f"of which {title}", ".2f", lambda figures: figures[key])
+
+    def latency(figures: Mapping[str, float]) -> float:
+        return sum(value for name, value in figures.items() if "_issue_stalled_" in name)
+
+    rows = [
+        row("duration, µs", ".0f", lambda figures: figures["duration"] / 1e3),
+        row("read from memory, TB/s", ".2f", lambda figures: figures["dram_bytes_read"] / figures["duration"] / 1e3),
+        row("instructions of warps, millions", ".1f", lambda figures: figures["warp_instructions"] / 1e6),
+        share("issue slots in use", "smsp__issue_active"),
+        share("pipe of integers, logic, comparisons in use", "sm__inst_executed_pipe_alu"),
+        share("pipe of loads and shared memory in use", "sm__inst_executed_pipe_lsu"),
+        share("pipe of multiplications in use", "sm__inst_executed_pipe_fma"),
+        share("pipe of conversions and exponentials in use", "sm__inst_executed_pipe_xu"),
+        share("tensor cores in use", "sm__inst_executed_pipe_tensor_op_hmma"),
+        row("cycles from a warp's instruction to its next", ".2f", latency),
+        stall("fixed, by the kind of instruction", "wait"),
+        stall("its own issue", "selected"),
+        stall("other warps' turns", "not_selected"),
+        stall("a pipe in use", "math_pipe_throttle"),
+        stall("global memory", "long_scoreboard"),
+        stall("shared memory", "short_scoreboard"),
+        stall("a barrier", "barrier"),
+    ]
+    return table(["*attend*", *(f"{thousands(case)} tokens" for case in cases)], rows)
+
+
 def choices_table(family: str) -> str:
     """Alternatives to a choice of the codec, all models side by side."""
     models = {name: newest(pattern).results for name, pattern in CHOICES_RECORDS.items()}
@@ -278,6 +318,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "operations": operations_table,
     "engine": engine_table,
     "accuracy": accuracy_table,
+    "profile": profile_table,
     **{f"choices-{family}": partial(choices_table, family) for family in (*COLUMNS, "exact")},
     **{f"choices-layers-{model.lower()}": partial(choices_layers_table, model) for model in ("SmolLM2", "Qwen")},
 }

@@ -42,7 +42,7 @@ def test_newest_goes_by_date(tmp_path):
 def test_engine_table(monkeypatch):
     step = {"decode_step_ms": 12.35, "prefill_tokens_per_s": 26_000.4}
     fill = {"requests": 100, "preemptions": 0, "tokens_per_s": 2500.0}
-    kinds = {"attention": 5.0, "gemm": 4.0, "other": 0.875, "kernel store_few": 0.375, "kernel x": 0.5}
+    kinds = {"attention": 5.0, "gemm": 4.0, "store": 0.375, "other": 0.5, "kernel x": 0.5}
     results = {
         "novakv": {"2x30": step, "4x8": step | {"gpu_ms_by_kind": kinds}, "pool_tokens": 7000, "fill 30": fill},
         "bf16": {"2x30": {"skipped": "the pool does not hold it"}, "pool_tokens": 1000},
