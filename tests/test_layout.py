@@ -55,7 +55,7 @@ def test_layout_refuses_head_size(head_size):
 
 @pytest.mark.parametrize("group_size", [0, -4, 3, 5, 128])
 def test_layout_refuses_group_size(group_size):
-    with pytest.raises(ValueError, match=rf"head_size=64 is not divisible by group_size={group_size}; refit with"):
+    with pytest.raises(ValueError, match=rf"head_size=64 is not divisible by group_size={group_size}; refit the model"):
         RecordLayout(64, group_size)
 
 

@@ -310,7 +310,7 @@ def assert_value_codes_equal_unless_tied(actual, expected, value, value_scale, c
 
 
 def test_tables_refuse_other_group_sizes():
-    with pytest.raises(NotImplementedError, match="refit with --group-size 4"):
+    with pytest.raises(NotImplementedError, match="read groups of 4; refit the model with `novakv fit`"):
         KernelTables.build(sample_codec(1, 64, group_size=8))
 
 

@@ -70,7 +70,7 @@ class RecordLayout:
         if self.group_size < 1 or self.head_size % self.group_size:
             raise ValueError(
                 f"head_size={self.head_size} is not divisible by group_size={self.group_size}; "
-                "refit with a group size that divides it, such as --group-size 4"
+                "refit the model with `novakv fit`, which makes groups of 4"
             )
 
     @property

@@ -18,7 +18,7 @@
 // bf16, and all weights, are sums of bf16 terms.
 //
 // What limits the kernel is the number of instructions and of warps to issue them, so the inner loop has few registers
-// (16 warps at D = 64 and 128) and few instructions:
+// (16 warps at D = 64, 12 at 128) and few instructions:
 //   - the codebook has COPIES copies, side by side: word [step][centroid][copy][quad], so that the lanes of a look-up fall
 //     on banks of their own as far as memory admits (8 copies: always; 4: two lanes share two banks)
 //   - an index's address in the codebook is one dot product of bytes (dp4a)

@@ -2,7 +2,7 @@
 // learned sink.
 //
 // Grid (requests in tiles of up to 16 rows, KV head). A team of 16 threads has a row's dims; where the rows are fewer than
-// 16, several teams share a row's parts, each with a softmax of its own. R_V^T is there before the parts are. No
+// 16, several teams share a row's parts, each with a softmax of its own. In a small batch R_V^T is there before the parts are. No
 // launch begins before this one has ended: what it writes may be the next one's query.
 //
 // Macros: those of decode_common.cuh, PADDED group, a power of two; REQUESTS of a CTA, IS_SMALL batch,

@@ -67,7 +67,7 @@ class KernelTables:
         if codec.group_size != KERNEL_GROUP_SIZE:
             raise NotImplementedError(
                 f"group_size={codec.group_size} is not supported on a GPU: the kernels read groups of "
-                f"{KERNEL_GROUP_SIZE}; refit with --group-size {KERNEL_GROUP_SIZE}"
+                f"{KERNEL_GROUP_SIZE}; refit the model with `novakv fit`, which makes such groups"
             )
         codebook = codec.codebook
         dtype = next((t for t in CODEBOOK_DTYPES if is_exact(codebook, t)), None)
