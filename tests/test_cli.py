@@ -43,11 +43,11 @@ def healthy_machine(monkeypatch):
     monkeypatch.setattr(doctor, "check_environment", lambda report: None)
 
 
-def fitted_artifact(model_dir):
-    """A two-layer artifact for the model, saved where the server looks: its directory."""
+def fitted_artifact(model_dir, layers=range(2)):
+    """An artifact for the model of two layers, saved where the server looks: its directory."""
     fingerprint = fingerprint_model(model_dir)
     artifact = build(
-        {layer: sample_codec(num_heads=2, head_size=64, num_centroids=16, seed=layer) for layer in range(2)},
+        {layer: sample_codec(num_heads=2, head_size=64, num_centroids=16, seed=layer) for layer in layers},
         fingerprint=fingerprint,
         codebook_dtype="float8_e4m3fn",
         calibration=CalibrationRecord(
@@ -66,7 +66,7 @@ def fitted_artifact(model_dir):
                 volume_spread_bits=1.5,
                 value_relative_error=0.1,
             )
-            for layer in range(2)
+            for layer in layers
         ],
     )
     directory = default_artifact_dir(fingerprint)
@@ -176,6 +176,14 @@ def test_doctor_follows_the_server_s_settings(model_dir, capsys):
     assert "layers 1 of 2" in out
     assert "up to 11 blocks of 16" in out
     assert "72 of history (BF16: 512" in out
+
+
+@pytest.mark.usefixtures("healthy_machine")
+def test_doctor_refuses_an_artifact_without_a_layer(model_dir, capsys):
+    fitted_artifact(model_dir, layers=[1])
+    assert cli.main(["doctor", str(model_dir)]) == 1
+    assert "lacks attention layers [0]" in capsys.readouterr().out
+    assert cli.main(["doctor", str(model_dir), "--additional-config", '{"novakv": {"skip_layers": [0]}}']) == 0
 
 
 @pytest.mark.parametrize("text", ['{"novakv": {"sinks": 1}}', "{"], ids=["unknown-key", "not-json"])

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,15 +176,20 @@ def report_sizes(report: Report, support: ModelSupport, group_size: int, config:
 
 
 def check_artifact(
-    report: Report, model: str, model_dir: Path, hf_config: Mapping[str, Any], artifact_dir: Path | None
+    report: Report,
+    model: str,
+    model_dir: Path,
+    hf_config: Mapping[str, Any],
+    quantized_layers: Sequence[int],
+    artifact_dir: Path | None,
 ) -> int | None:
-    """Report which artifact the server would use and whether it belongs to the model.
+    """Report which artifact the server would use, whether it belongs to the model and has the layers.
 
     Returns:
         The artifact's group size; None if there is no usable artifact.
     """
     from vllm_novakv.artifact import load
-    from vllm_novakv.fingerprint import check_artifact_matches, default_artifact_dir, fingerprint_model
+    from vllm_novakv.fingerprint import check_artifact_matches, check_layers, default_artifact_dir, fingerprint_model
 
     fingerprint = fingerprint_model(model_dir, hf_config)
     directory = artifact_dir if artifact_dir is not None else default_artifact_dir(fingerprint)
@@ -195,6 +200,7 @@ def check_artifact(
     try:
         artifact = load(directory)
         check_artifact_matches(artifact, fingerprint)
+        check_layers(artifact, quantized_layers)
     except ValueError as error:
         report.problem("artifact", str(error))
         return None
@@ -229,6 +235,6 @@ def diagnose(model: str | None, config: NovaKVConfig) -> Report:
         return report
     support = check_model(report, hf_config, config.skip_layers)
     if support.is_supported:
-        group_size = check_artifact(report, model, model_dir, hf_config, config.artifact)
+        group_size = check_artifact(report, model, model_dir, hf_config, support.quantized_layers, config.artifact)
         report_sizes(report, support, group_size or DEFAULT_GROUP_SIZE, config)
     return report

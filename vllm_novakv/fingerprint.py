@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -247,6 +247,27 @@ def check_same_model(fitted: ModelFingerprint, served: ModelFingerprint) -> None
         raise ArtifactError(
             f"the artifact was fitted for another model: {'; '.join(differences)}. "
             "Fit one for this model with `novakv fit --model MODEL`"
+        )
+
+
+def check_layers(artifact: Artifact, quantized: Iterable[int]) -> None:
+    """Refuse an artifact without some of the layers that are to be quantized.
+
+    Args:
+        artifact: the loaded artifact.
+        quantized: indices of these layers.
+
+    Raises:
+        ArtifactError: a layer is missing; the text names all that are.
+
+    Source: engineering choice.
+    """
+    from vllm_novakv.artifact import ArtifactError
+
+    if missing := sorted(set(quantized) - set(artifact.layers)):
+        raise ArtifactError(
+            f"the artifact lacks attention layers {missing}; fit it again with `novakv fit --model MODEL`, or list "
+            "them in the setting `skip_layers`"
         )
 
 

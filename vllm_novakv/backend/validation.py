@@ -16,6 +16,7 @@ from vllm_novakv.config import ADDITIONAL_CONFIG_KEY, HistoryFormat, NovaKVConfi
 from vllm_novakv.fingerprint import (
     ModelFingerprint,
     check_artifact_matches,
+    check_layers,
     check_same_model,
     default_artifact_dir,
     fingerprint_model,
@@ -162,12 +163,7 @@ def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
         raise ArtifactError(f"no fitted artifact for {model.model}: {directory} ({where}) does not exist; {fit}")
     artifact = load_artifact(directory.resolve())
     check_artifact_matches(artifact, fingerprint)
-    missing = set(assess_model(model.hf_config.to_dict(), config.skip_layers).quantized_layers) - set(artifact.layers)
-    if missing:
-        raise ArtifactError(
-            f"the artifact in {directory} lacks attention layers {sorted(missing)}; {fit} again, or list them in "
-            "skip_layers"
-        )
+    check_layers(artifact, assess_model(model.hf_config.to_dict(), config.skip_layers).quantized_layers)
     if (fitted_len := artifact.manifest.calibration.seq_len) < model.max_model_len:
         logger.warning(
             "%s: the artifact was fitted on sequences of %d tokens, and --max-model-len is %d: answers from longer "
