@@ -272,7 +272,7 @@ def test_load_refuses_non_finite_figure(saved):
 
 def test_load_refuses_unsupported_group_size(saved):
     edit_manifest(saved, lambda manifest: manifest.update(group_size=5))
-    with pytest.raises(ArtifactError, match=r"artifact: head_size=64 is not divisible by group_size=5; refit with"):
+    with pytest.raises(ArtifactError, match=r"artifact: head_size=64 is not divisible by group_size=5; refit the"):
         load(saved)
 
 
