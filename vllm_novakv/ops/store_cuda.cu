@@ -151,9 +151,6 @@ __device__ __forceinline__ int scale_element(int p) { return p / 64 * 64 + p % 8
 // four elements a thread and load
 #define ROW_LOADS (TOKENS * D / 4 / THREADS)
 #define COLUMN_TILES (D / 8 / WARPS)
-// where the sum of product i of six goes: a small tile waits for every product of a sum, a large one has others meanwhile
-#define SUMS (TILES == 1 ? 6 : 3)
-__device__ __forceinline__ constexpr int sum_of(int i) { return TILES == 1 ? i : i < 3 ? i : i < 5 ? i - 2 : 2; }
 
 #if TYPE == 0
 typedef float4 Quad;
@@ -187,14 +184,12 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
   // not unrolled: registers hold the terms of one load
 #pragma unroll 1
   for (int t = 0; t < COLUMN_TILES; t++) {
-    // products of terms by size: 1, 2, 2 smaller, 3 smaller still; on their own, so that no large sum swallows small ones
-    float c[TILES][SUMS][4];
+    // the small products on their own: shorter chains, and no large sum swallows them
+    float c[TILES][4], small[TILES][4], smaller[TILES][4];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int sum = 0; sum < SUMS; sum++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) c[tile][sum][i] = 0.0f;
+      for (int i = 0; i < 4; i++) c[tile][i] = small[tile][i] = smaller[tile][i] = 0.0f;
 #pragma unroll 1
     for (int part = 0; part < K_STEPS / STEPS; part++) {
       if (t || part)
@@ -210,29 +205,24 @@ template <int TERMS> __device__ __forceinline__ void transform(const Shared& sha
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const uint4 high = shared.x[tile][0][part * STEPS + k][lane];
-          multiply(c[tile][0], high, b[0], b[1]);
-          multiply(c[tile][1], high, b[2], b[3]);
-          multiply(c[tile][2], high, b[4], b[5]);
+          multiply(c[tile], high, b[0], b[1]);
+          multiply(small[tile], high, b[2], b[3]);
+          multiply(smaller[tile], high, b[4], b[5]);
           if (TERMS > 1) {
             const uint4 middle = shared.x[tile][1][part * STEPS + k][lane];
-            multiply(c[tile][sum_of(3)], middle, b[0], b[1]);
-            multiply(c[tile][sum_of(4)], middle, b[2], b[3]);
+            multiply(small[tile], middle, b[0], b[1]);
+            multiply(smaller[tile], middle, b[2], b[3]);
           }
-          if (TERMS > 2) multiply(c[tile][sum_of(5)], shared.x[tile][2][part * STEPS + k][lane], b[0], b[1]);
+          if (TERMS > 2) multiply(smaller[tile], shared.x[tile][2][part * STEPS + k][lane], b[0], b[1]);
         }
       }
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float small = c[tile][1][i], smaller = c[tile][2][i];
-        if (SUMS == 6) {
-          small += c[tile][3 % SUMS][i];
-          smaller += c[tile][4 % SUMS][i] + c[tile][5 % SUMS][i];
-        }
-        shared.r[16 * tile + row + i / 2 * 8][(warp + t * WARPS) * 8 + 2 * quad + i % 2] = c[tile][0][i] + (small + smaller);
-      }
+      for (int i = 0; i < 4; i++)
+        shared.r[16 * tile + row + i / 2 * 8][(warp + t * WARPS) * 8 + 2 * quad + i % 2] =
+            c[tile][i] + (small[tile][i] + smaller[tile][i]);
   }
 }
 
