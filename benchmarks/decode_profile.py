@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from ops import DEVICE, PROMPT_RECENT, RECENT, SINK, DecodeCase, random_caches, sample_tables
 
-from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, CodebookDtype
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, DEFAULT_DTYPE, CodebookDtype
 from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.ops.paged_decode import paged_decode
 
@@ -52,7 +52,7 @@ def main() -> None:
     """Profile every case in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=["64x30000", "128x8192", "1x32768"])
-    parser.add_argument("--codebook-dtype", choices=CODEBOOK_DTYPES, default="float8_e4m3fn")
+    parser.add_argument("--codebook-dtype", choices=CODEBOOK_DTYPES, default=DEFAULT_DTYPE)
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)

@@ -285,13 +285,14 @@ def write_random_artifact(model: Path, directory: Path, num_layers: int) -> None
     import torch
 
     from vllm_novakv import artifact
+    from vllm_novakv.codec.codebook import DEFAULT_DTYPE, snap
     from vllm_novakv.codec.quantizer import LayerCodec
     from vllm_novakv.fingerprint import fingerprint_model
 
     heads, size = QWEN3_8B["num_key_value_heads"], QWEN3_8B["head_dim"]
     source = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(heads, size, size, generator=source, dtype=torch.float64)).Q.float()
-    centroids = torch.randn(heads, size // 4, 256, 4, generator=source).to(torch.float8_e4m3fn).float()
+    centroids = snap(torch.randn(heads, size // 4, 256, 4, generator=source), DEFAULT_DTYPE)
     record = artifact.CalibrationRecord(
         source="none: random",
         num_tokens=1,
@@ -312,7 +313,7 @@ def write_random_artifact(model: Path, directory: Path, num_layers: int) -> None
             for layer in range(num_layers)
         },
         fingerprint=fingerprint_model(model),
-        codebook_dtype="float8_e4m3fn",
+        codebook_dtype=DEFAULT_DTYPE,
         calibration=record,
         figures=figures,
     )

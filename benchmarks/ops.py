@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from codec_samples import sample_codec, sample_keys, sample_values
 
-from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, CodebookDtype
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, DEFAULT_DTYPE, CodebookDtype
 from vllm_novakv.evaluation.record import write_record
 from vllm_novakv.ops import reference
 from vllm_novakv.ops.flash_prefill import PrefillWorkspace, flash_prefill, make_plan
@@ -79,7 +79,7 @@ def main() -> None:
     """Check, time, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the record")
-    parser.add_argument("--codebook-dtype", choices=CODEBOOK_DTYPES, default="float8_e4m3fn", help="of the centroids")
+    parser.add_argument("--codebook-dtype", choices=CODEBOOK_DTYPES, default=DEFAULT_DTYPE, help="of the centroids")
     parser.add_argument("--commit", help="commit of the code, where it is no git checkout")
     parser.add_argument("--decode", nargs="*", default=DECODE_CASES)
     parser.add_argument("--prefill", nargs="*", default=["16384+0", "13616+16384"], help="chunk+context")

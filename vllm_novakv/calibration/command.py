@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from vllm_novakv.codec.codebook import CODEBOOK_DTYPES
+from vllm_novakv.codec.codebook import CODEBOOK_DTYPES, DEFAULT_DTYPE
 
 if TYPE_CHECKING:
     from vllm_novakv.calibration.pipeline import FitResult
@@ -72,8 +72,8 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--codebook-dtype",
         choices=CODEBOOK_DTYPES,
-        default="float8_e4m3fn",
-        help="8-bit type of the centroids; int8: integers times a power of two of each group (default: float8_e4m3fn)",
+        default=DEFAULT_DTYPE,
+        help=f"8-bit type of centroids; int8: integers times a power of two of each group (default: {DEFAULT_DTYPE})",
     )
     parser.add_argument(
         "--max-samples",

@@ -28,7 +28,7 @@ from vllm_novakv.baselines.moments import (
 from vllm_novakv.calibration import prompts as texts
 from vllm_novakv.calibration.kmeans import fit_codebooks
 from vllm_novakv.codec import quantizer, transform
-from vllm_novakv.codec.codebook import CodebookDtype, snap
+from vllm_novakv.codec.codebook import DEFAULT_DTYPE, CodebookDtype, snap
 from vllm_novakv.codec.quantizer import MAX_CENTROIDS, LayerCodec
 from vllm_novakv.fingerprint import ModelFingerprint, default_artifact_dir, fingerprint_model, resolve_model_dir
 from vllm_novakv.support import assess_model
@@ -61,7 +61,7 @@ class FitSettings(BaseModel):
     )
     out: Path | None = Field(default=None, description="Artifact directory; None is where the server looks.")
     seed: int = Field(default=0, ge=0, description="Of k-means, of the samples drawn and of the order of options.")
-    codebook_dtype: CodebookDtype = Field(default="float8_e4m3fn", description="Of centroids.")
+    codebook_dtype: CodebookDtype = Field(default=DEFAULT_DTYPE, description="Of centroids.")
     max_samples: int = Field(default=131_072, ge=1, description="Most keys per head that k-means trains on.")
     skip_layers: tuple[int, ...] = Field(default=(), description="Layers that stay on vLLM's own cache.")
     group_size: int = Field(default=4, ge=1, description="Key elements per index.")

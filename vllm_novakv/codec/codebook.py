@@ -17,6 +17,9 @@ CodebookDtype = Literal["float8_e4m3fn", "float8_e5m2", "int8"]
 
 CODEBOOK_DTYPES: tuple[CodebookDtype, ...] = get_args(CodebookDtype)
 
+DEFAULT_DTYPE: CodebookDtype = "float8_e4m3fn"
+"""What a fit rounds to unless told otherwise, and what benchmarks measure."""
+
 _FLOATS = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 _MAX_INTEGER = 127
 _MIN_EXPONENT = -100
