@@ -200,7 +200,7 @@ def check_artifact(
     try:
         artifact = load(directory)
         check_artifact_matches(artifact, fingerprint)
-        check_layers(artifact, quantized_layers)
+        check_layers(artifact, directory, quantized_layers)
     except ValueError as error:
         report.problem("artifact", str(error))
         return None

@@ -250,11 +250,12 @@ def check_same_model(fitted: ModelFingerprint, served: ModelFingerprint) -> None
         )
 
 
-def check_layers(artifact: Artifact, quantized: Iterable[int]) -> None:
+def check_layers(artifact: Artifact, directory: Path, quantized: Iterable[int]) -> None:
     """Refuse an artifact without some of the layers that are to be quantized.
 
     Args:
         artifact: the loaded artifact.
+        directory: where it is.
         quantized: indices of these layers.
 
     Raises:
@@ -266,8 +267,8 @@ def check_layers(artifact: Artifact, quantized: Iterable[int]) -> None:
 
     if missing := sorted(set(quantized) - set(artifact.layers)):
         raise ArtifactError(
-            f"the artifact lacks attention layers {missing}; fit it again with `novakv fit --model MODEL`, or list "
-            "them in the setting `skip_layers`"
+            f"the artifact in {directory} lacks attention layers {missing}; fit it again with "
+            "`novakv fit --model MODEL`, or list them in the setting `skip_layers`"
         )
 
 

@@ -163,7 +163,8 @@ def _resolve_artifact(vllm_config: VllmConfig, config: NovaKVConfig) -> Path:
         raise ArtifactError(f"no fitted artifact for {model.model}: {directory} ({where}) does not exist; {fit}")
     artifact = load_artifact(directory.resolve())
     check_artifact_matches(artifact, fingerprint)
-    check_layers(artifact, assess_model(model.hf_config.to_dict(), config.skip_layers).quantized_layers)
+    quantized = assess_model(model.hf_config.to_dict(), config.skip_layers).quantized_layers
+    check_layers(artifact, directory, quantized)
     if (fitted_len := artifact.manifest.calibration.seq_len) < model.max_model_len:
         logger.warning(
             "%s: the artifact was fitted on sequences of %d tokens, and --max-model-len is %d: answers from longer "
